@@ -1,0 +1,306 @@
+"""The schema of a training recipe: frozen dataclasses that check themselves before anything loads.
+
+A recipe is data about a run and nothing else: no torch, no file access, no defaults taken from the machine.
+`configs.loading` turns YAML and `section.key=value` overrides into these classes, field by field, and refuses
+keys that are not here. Every field is a plain scalar, a tuple of scalars or another section, so that a
+configuration can be written back as YAML and loaded to an equal object.
+
+To add a setting: add the field with a default, check its range in `__post_init__`, document it in one line.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = [
+    "DataConfig",
+    "EvalConfig",
+    "HeadSettings",
+    "OptimConfig",
+    "RunConfig",
+    "TargetConfig",
+    "TrackingConfig",
+    "TrainSettings",
+]
+
+DTypeName = Literal["auto", "bfloat16", "float32"]
+HeadType = Literal["eagle3"]
+HeadInit = Literal["target", "random"]
+LossName = Literal["lk", "lk_hybrid", "ce", "kl", "tv"]
+OptimizerName = Literal["adamw"]
+ScheduleName = Literal["linear", "cosine", "constant"]
+TrackingMode = Literal["auto", "online", "offline", "disabled", "required"]
+
+# A run's name becomes a folder under `runs/`, so it may not climb out of it or hide.
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """The frozen model that the head is trained for."""
+
+    model: str = "models/smollm2-135m"
+    """Folder of a Hugging Face causal language model, or its name on the hub."""
+    dtype: DTypeName = "auto"
+    """Precision of the target; `auto` is bfloat16 where the device computes it quickly, else float32."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+
+    def __post_init__(self) -> None:
+        _require_text("target.model", self.model, "a model folder or a model name")
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
+            raise ValueError(f"target.device is {self.device!r}; use auto, cpu, mps, cuda or cuda:N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Conversations to train on, and which of them are held out."""
+
+    train: tuple[str, ...] = ("data/smollm2-135m.jsonl",)
+    """JSONL files of conversations, relative to the working folder. One name may stand without a list."""
+    eval: tuple[str, ...] = ()
+    """Held-out conversations; when empty, `holdout_fraction` of the training conversations is held out."""
+    holdout_fraction: float = 0.05
+    """Share of conversations (never parts of one) kept out of training when `eval` is empty."""
+    max_holdout: int = 200
+    """Upper bound on the number of held-out conversations."""
+    max_length: int = 1024
+    """Longest row in tokens; longer conversations are cut, and the cut is reported."""
+    max_conversations: int | None = None
+    """Use only the first so many conversations (after shuffling by the seed); null for all."""
+    min_label_tokens: int = 4
+    """Rows with fewer tokens under the loss are dropped, and counted."""
+    max_repeat_fraction: float = 0.3
+    """Rows with a larger share of positions in a repeated 8-gram are dropped: loops teach looping."""
+
+    def __post_init__(self) -> None:
+        if not self.train:
+            raise ValueError("data.train is empty; name at least one file of conversations")
+        for path in (*self.train, *self.eval):
+            _require_text("data.train / data.eval", path, "a path")
+        overlap = sorted(set(self.train) & set(self.eval))
+        if overlap:
+            raise ValueError(f"data.eval holds training files: {', '.join(overlap)}; evaluate on text not trained on")
+        _require_between("data.holdout_fraction", self.holdout_fraction, 0.0, 0.5)
+        if not self.eval and self.holdout_fraction == 0.0:
+            raise ValueError(
+                "data.holdout_fraction is 0 and data.eval is empty, so no text is left to choose the best "
+                "checkpoint by; set one of them"
+            )
+        _require_at_least("data.max_holdout", self.max_holdout, 1)
+        _require_at_least("data.max_length", self.max_length, 8)
+        _require_at_least("data.max_conversations", self.max_conversations, 2)
+        _require_at_least("data.min_label_tokens", self.min_label_tokens, 1)
+        _require_between("data.max_repeat_fraction", self.max_repeat_fraction, 0.0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSettings:
+    """The draft head: its shape and where its first weights come from."""
+
+    type: HeadType = "eagle3"
+    draft_vocab_size: int | None = 4096
+    """Tokens the head can propose, by frequency (end, chat and byte tokens always kept); null for all."""
+    taps: tuple[int, ...] | None = None
+    """Hidden states fed to the head, as Hugging Face indices (0 is the embeddings, i the output of layer i
+    counted from 1); null for a low, a middle and a high layer."""
+    num_layers: int = 1
+    """Decoder layers in the head."""
+    init: HeadInit = "target"
+    """`target` copies attention and MLP of the target's last layer where shapes allow; `random` does not."""
+    init_from: str | None = None
+    """Folder of a trained head to start from (its target must be the same, its vocabulary and taps are taken over)."""
+
+    def __post_init__(self) -> None:
+        _require_at_least("head.draft_vocab_size", self.draft_vocab_size, 16)
+        _require_at_least("head.num_layers", self.num_layers, 1)
+        if self.taps is not None:
+            if not self.taps:
+                raise ValueError("head.taps is empty; name at least one layer, or null for the default three")
+            if any(tap < 0 for tap in self.taps) or list(self.taps) != sorted(set(self.taps)):
+                raise ValueError(f"head.taps is {list(self.taps)}; give indices from 0 up, ascending, without repeats")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimiser, learning-rate schedule and batch."""
+
+    name: OptimizerName = "adamw"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    warmup_steps: int = 20
+    schedule: ScheduleName = "linear"
+    """Decay after the warm-up, over the run's budget (steps, epochs or minutes)."""
+    min_lr_fraction: float = 0.05
+    """The learning rate at the end of the schedule, as a share of `lr`."""
+    grad_clip: float | None = 1.0
+    """Largest gradient norm; null for no clipping."""
+    batch_size: int = 2
+    """Conversations in one forward and backward pass."""
+    accumulation: int = 1
+    """Passes summed into one step, weighted by their valid labels."""
+
+    def __post_init__(self) -> None:
+        _require_positive("optim.lr", self.lr)
+        for beta in self.betas:
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"optim.betas is {list(self.betas)}; both must be at least 0 and below 1")
+        _require_at_least("optim.weight_decay", self.weight_decay, 0.0)
+        _require_at_least("optim.warmup_steps", self.warmup_steps, 0)
+        _require_between("optim.min_lr_fraction", self.min_lr_fraction, 0.0, 1.0)
+        if self.grad_clip is not None:
+            _require_positive("optim.grad_clip", self.grad_clip)
+        _require_at_least("optim.batch_size", self.batch_size, 1)
+        _require_at_least("optim.accumulation", self.accumulation, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """Budget, objective and bookkeeping of a run.
+
+    The first budget reached among minutes, steps and epochs ends it.
+    """
+
+    minutes: float | None = None
+    """Wall-clock budget for training steps, evaluation excluded; null for none."""
+    steps: int | None = None
+    """Optimiser steps; null for none."""
+    epochs: float | None = None
+    """Passes over the training rows; null for none."""
+    seed: int = 0
+    loss: LossName = "lk"
+    """lk: -log(acceptance); lk_hybrid: KL fading into tv; tv: 1 - acceptance; ce, kl: distillation."""
+    ttt_steps: int = 3
+    """Steps the head is unrolled on its own states (training-time test)."""
+    ttt_start: float = 0.4
+    """Share of the budget trained with a single step before the unrolling begins (0: unroll at once)."""
+    step_decay: float = 0.8
+    """Weight of each further unrolled step against the one before it."""
+    ttt_keep: float = 1.0
+    """Share of the rows that go on from one unrolled step to the next, drawn at random; below 1 steps cost less."""
+    dtype: DTypeName = "auto"
+    """Precision of the head's matmuls under autocast; its weights and the loss stay in float32."""
+    feature_cache: bool = True
+    """Keep the target's features in a file beside the runs after their first use, within `feature_cache_gb`."""
+    feature_cache_gb: float = 8.0
+    """Budget of the feature cache in GB (1e9 bytes); rows beyond it are computed again at every visit."""
+    log_every: int = 10
+    num_evaluations: int = 6
+    """Evaluations of held-out acceptance, spread evenly over the budget; the last one is at its end."""
+    eval_every: int | None = None
+    """Steps between evaluations of held-out acceptance, instead of `num_evaluations`."""
+    patience: int | None = None
+    """Stop after so many evaluations without a better one; null to use the whole budget."""
+    save_every: int | None = None
+    """Steps between checkpoints of the whole trainer state (also written after each evaluation); null for none."""
+    save_minutes: float | None = 5.0
+    """Minutes of training between checkpoints; null for none."""
+
+    def __post_init__(self) -> None:
+        if self.minutes is None and self.steps is None and self.epochs is None:
+            raise ValueError("the run has no budget; set train.minutes, train.steps or train.epochs")
+        for name in ("minutes", "epochs"):
+            value = getattr(self, name)
+            if value is not None:
+                _require_positive(f"train.{name}", value)
+        _require_at_least("train.steps", self.steps, 1)
+        _require_between("train.seed", self.seed, 0, 2**63 - 1)
+        _require_between("train.ttt_steps", self.ttt_steps, 1, 16)
+        _require_between("train.ttt_start", self.ttt_start, 0.0, 1.0)
+        _require_between("train.ttt_keep", self.ttt_keep, 0.05, 1.0)
+        _require_positive("train.step_decay", self.step_decay)
+        _require_between("train.step_decay", self.step_decay, 0.0, 1.0)
+        _require_at_least("train.feature_cache_gb", self.feature_cache_gb, 0.0)
+        _require_at_least("train.log_every", self.log_every, 1)
+        _require_at_least("train.eval_every", self.eval_every, 1)
+        _require_at_least("train.save_every", self.save_every, 1)
+        _require_at_least("train.patience", self.patience, 1)
+        _require_at_least("train.num_evaluations", self.num_evaluations, 1)
+        if self.save_minutes is not None:
+            _require_positive("train.save_minutes", self.save_minutes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Acceptance on held-out prompts, measured by the real decode loop."""
+
+    prompts: int = 16
+    """Held-out prompts decoded at each evaluation."""
+    max_tokens: int = 64
+    """Tokens generated for each of them."""
+    temperatures: tuple[float, ...] = (0.0,)
+    """Every temperature is measured; the first one chooses the best checkpoint."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require_at_least("eval.prompts", self.prompts, 1)
+        _require_at_least("eval.max_tokens", self.max_tokens, 2)
+        if not self.temperatures:
+            raise ValueError("eval.temperatures is empty; give at least one, such as 0.0")
+        for temperature in self.temperatures:
+            _require_between("eval.temperatures", temperature, 0.0, 10.0)
+        if len(set(self.temperatures)) != len(self.temperatures):
+            raise ValueError(f"eval.temperatures is {list(self.temperatures)}; name each only once")
+        _require_between("eval.seed", self.seed, 0, 2**63 - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Where the curves go besides the run's own `metrics.jsonl`."""
+
+    wandb: TrackingMode = "auto"
+    """auto: online if logged in, else offline if installed, else nothing; required: fail unless it works."""
+    project: str = "headstart"
+    entity: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require_text("tracking.project", self.project, "a project name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run: everything that decides its outcome."""
+
+    name: str
+    """Names the run and its folder `runs/NAME`."""
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    head: HeadSettings = field(default_factory=HeadSettings)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainSettings
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        if not _NAME_PATTERN.fullmatch(self.name):
+            raise ValueError(
+                f"name is {self.name!r}; it names a folder, so use letters, digits, '.', '_' and '-', "
+                "beginning with a letter or digit"
+            )
+
+
+def _require_text(name: str, value: str, what: str) -> None:
+    if not value.strip():
+        raise ValueError(f"{name} is empty; give {what}")
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} is {value}; it must be above 0")
+
+
+def _require_at_least(name: str, value: float | None, low: float) -> None:
+    """Check a lower bound; None (a setting that is off) passes."""
+    if value is not None and not (math.isfinite(value) and value >= low):
+        raise ValueError(f"{name} is {value}; it must be at least {low}")
+
+
+def _require_between(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; it must be between {low} and {high}")
