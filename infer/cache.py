@@ -1,0 +1,94 @@
+"""Key/value storage: one preallocated block of columns a request, shared by all layers.
+
+A *slot* is a request's place in the cache; a *column* is one token's place within a slot. Committed tokens fill a
+slot's columns from 0 in text order, so column = position; rows of an unverified tree lie in the columns after them
+until `commit` moves an accepted path down. Knows nothing about requests, trees or models.
+
+Shapes: Y layers, K key/value heads, B slots, S columns a slot, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class SlotCache:
+    """Keys [Y, K, B*S, D] and values [Y, K, B*S, Dv] of `num_slots` requests of at most `num_columns` tokens."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_heads: int,
+        key_size: int,
+        value_size: int,
+        num_slots: int,
+        num_columns: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.num_slots = num_slots
+        self.num_columns = num_columns
+        shape = (num_layers, num_heads, num_slots * num_columns)
+        # Zeros, not empty: masked columns are multiplied by a weight of zero, and 0 * NaN is NaN.
+        self.keys = torch.zeros((*shape, key_size), dtype=dtype, device=device)
+        self.values = torch.zeros((*shape, value_size), dtype=dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def write(self, layer: int, columns: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store the rows `keys` [K, R, D] and `values` [K, R, Dv] at the flat `columns` [R] (slot * S + column)."""
+        self.keys[layer].index_copy_(1, columns, keys)
+        self.values[layer].index_copy_(1, columns, values)
+
+    def read(self, layer: int, first_slot: int, last_slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the first `length` columns of a range of slots: [B, K, length, D] and [B, K, length, Dv]."""
+        return (
+            self._slots(self.keys[layer], first_slot, last_slot, length),
+            self._slots(self.values[layer], first_slot, last_slot, length),
+        )
+
+    def _slots(self, rows: torch.Tensor, first_slot: int, last_slot: int, length: int) -> torch.Tensor:
+        num_heads, _, size = rows.shape
+        by_slot = rows.view(num_heads, self.num_slots, self.num_columns, size)
+        return by_slot[:, first_slot : last_slot + 1, :length].transpose(0, 1)
+
+    def commit(self, slot: int, num_committed: int, columns: Sequence[int]) -> None:
+        """Move the rows at `columns` of a slot, an accepted path in order, to the columns right after the committed.
+
+        Destinations never lie to the right of their sources, and the rows are gathered before any is written.
+        """
+        moves = [(column, num_committed + i) for i, column in enumerate(columns) if column != num_committed + i]
+        if not moves:
+            return
+        base = slot * self.num_columns
+        sources = torch.tensor([base + source for source, _ in moves], device=self.keys.device)
+        destinations = torch.tensor([base + destination for _, destination in moves], device=self.keys.device)
+        for storage in (self.keys, self.values):
+            storage.index_copy_(2, destinations, storage.index_select(2, sources))
+
+
+class SlotAllocator:
+    """Hands out slots, the lowest free one first, so that the slots in use stay close together."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        assert self._free, "no slot is free: the caller admits a request only when one is"
+        slot = min(self._free)
+        self._free.remove(slot)
+        return slot
+
+    def release(self, slot: int) -> None:
+        assert slot not in self._free, f"slot {slot} was released twice"
+        self._free.append(slot)

@@ -1,0 +1,165 @@
+"""Packed rows: how tokens of many requests, and all nodes of their trees, travel through one forward as one row.
+
+A `RowGroup` is one request's share: a run of rows that see the request's committed prefix and their own ancestors.
+`PackedRows` lays the groups side by side and tells the attention function where each row's keys and values go and
+which columns each row sees. It is handed to a stock model as a forward keyword argument.
+
+Shapes: R packed rows, B slots in the range used, N rows a slot after padding, L columns that any row sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from infer.cache import SlotCache
+
+PACKED_ROWS = "packed_rows"
+"""Name of the forward keyword argument under which the metadata reaches the attention function."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowGroup:
+    """Rows of one request.
+
+    Row `i` is stored in column `prefix + offset + i`. It sees columns `0 .. prefix-1` and, of the columns from
+    `prefix` on, those that `ancestors[i]` [N, offset + N] marks (itself included). `ancestors=None` with offset 0
+    means a chain: row `i` sees rows `0 .. i`. `depths[i]` is the row's position minus `prefix`.
+    """
+
+    slot: int
+    prefix: int
+    tokens: Sequence[int]
+    depths: Sequence[int] | None = None
+    ancestors: np.ndarray | None = None
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.tokens, "a row group has at least one row"
+        assert self.ancestors is not None or (self.offset == 0 and self.depths is None)
+        assert self.ancestors is None or self.ancestors.shape == (
+            len(self.tokens),
+            self.offset + len(self.tokens),
+        )
+
+    @property
+    def num_columns(self) -> int:
+        return self.prefix + self.offset + len(self.tokens)
+
+
+def tree_group(slot: int, prefix: int, chain: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> RowGroup:
+    """The rows of tokens not yet in the cache (`chain`, the last of which is the tree's root) and of a tree below."""
+    if not tokens:
+        return RowGroup(slot=slot, prefix=prefix, tokens=chain)
+    num_chain, num_nodes = len(chain), len(tokens)
+    num_rows = num_chain + num_nodes
+    ancestors = np.zeros((num_rows, num_rows), dtype=bool)
+    ancestors[:num_chain, :num_chain] = np.tri(num_chain, dtype=bool)
+    depths = list(range(num_chain))
+    for node, parent in enumerate(parents):
+        row, parent_row = num_chain + node, num_chain + parent  # parent -1 is the chain's last row
+        ancestors[row] = ancestors[parent_row]
+        ancestors[row, row] = True
+        depths.append(depths[parent_row] + 1)
+    return RowGroup(slot=slot, prefix=prefix, tokens=[*chain, *tokens], depths=depths, ancestors=ancestors)
+
+
+class PackedRows:
+    """Metadata of one forward over `groups`, at most one a slot."""
+
+    def __init__(self, groups: Sequence[RowGroup], cache: SlotCache) -> None:
+        device = cache.keys.device
+        for group in groups:
+            if group.num_columns > cache.num_columns:
+                raise ValueError(
+                    f"a request needs {group.num_columns} columns of the cache, but a slot has {cache.num_columns}: "
+                    "raise max_length, or shorten the prompt"
+                )
+        self.groups = list(groups)
+        self.cache = cache
+        self.first_slot = min(group.slot for group in groups)
+        self.last_slot = max(group.slot for group in groups)
+        self.length = max(group.num_columns for group in groups)
+        self.num_rows = sum(len(group.tokens) for group in groups)
+        self.num_slots = self.last_slot - self.first_slot + 1
+        self.rows_per_slot = max(len(group.tokens) for group in groups)
+
+        tokens: list[int] = []
+        positions: list[np.ndarray] = []
+        columns: list[np.ndarray] = []
+        padded: list[np.ndarray] = []
+        for group in groups:
+            num_rows = len(group.tokens)
+            run = np.arange(num_rows)
+            tokens.extend(group.tokens)
+            positions.append(group.prefix + (run if group.depths is None else np.asarray(group.depths)))
+            columns.append(group.slot * cache.num_columns + group.prefix + group.offset + run)
+            padded.append((group.slot - self.first_slot) * self.rows_per_slot + run)
+        self.token_ids = torch.tensor(tokens, device=device)  # [R]
+        self.positions = torch.from_numpy(np.concatenate(positions)).to(device)  # [R]
+        self.columns = torch.from_numpy(np.concatenate(columns)).to(device)  # [R]
+        self._unpad: torch.Tensor | None = None
+        self._pad: torch.Tensor | None = None
+        if self.num_rows != self.num_slots * self.rows_per_slot or len(groups) > 1:
+            unpad = np.concatenate(padded)
+            if not np.array_equal(unpad, np.arange(self.num_slots * self.rows_per_slot)):
+                pad = np.zeros(self.num_slots * self.rows_per_slot, dtype=np.int64)
+                pad[unpad] = np.arange(self.num_rows)
+                self._pad = torch.from_numpy(pad).to(device)
+                self._unpad = torch.from_numpy(unpad).to(device)
+        self._biases: dict[tuple[int | None, torch.dtype, int], torch.Tensor | None] = {}
+
+    def pad(self, rows: torch.Tensor) -> torch.Tensor:
+        """[heads, R, D] -> [heads, B, N, D]; rows that pad a slot repeat row 0 and are dropped by `unpad`."""
+        num_heads, _, size = rows.shape
+        if self._pad is not None:
+            rows = rows.index_select(1, self._pad)
+        return rows.reshape(num_heads, self.num_slots, self.rows_per_slot, size)
+
+    def unpad(self, rows: torch.Tensor) -> torch.Tensor:
+        """[B, N, ...] -> [R, ...]."""
+        flat = rows.reshape(self.num_slots * self.rows_per_slot, *rows.shape[2:])
+        return flat if self._unpad is None else flat.index_select(0, self._unpad)
+
+    def bias(self, window: int | None, dtype: torch.dtype, repeats: int = 1) -> torch.Tensor | None:
+        """What to add to attention scores: 0 where a row sees a column, -inf elsewhere; [B, 1, repeats * N, L].
+
+        None where every row sees every column. Made once for all layers of a kind. `window`: a row at position t
+        sees only positions above t - window.
+        """
+        key = (window, dtype, repeats)
+        if key not in self._biases:
+            visible = self._visible(window)
+            bias = None
+            if not visible.all():
+                blocked = torch.from_numpy(~visible).to(self.token_ids.device)
+                bias = torch.zeros(blocked.shape, dtype=dtype, device=blocked.device).masked_fill_(blocked, -torch.inf)
+                bias = bias[:, None].repeat(1, 1, repeats, 1)
+            self._biases[key] = bias
+        return self._biases[key]
+
+    def _visible(self, window: int | None) -> np.ndarray:
+        """[B, N, L] bool. Padding rows see everything, so that no row is empty (its softmax would be NaN)."""
+        visible = np.ones((self.num_slots, self.rows_per_slot, self.length), dtype=bool)
+        for group in self.groups:
+            num_rows = len(group.tokens)
+            rows = visible[group.slot - self.first_slot, :num_rows]
+            rows[:, group.num_columns :] = False
+            ancestors = np.tri(num_rows, dtype=bool) if group.ancestors is None else group.ancestors
+            rows[:, group.prefix : group.num_columns] = ancestors
+            if window is not None:
+                self._apply_window(rows, group, window)
+        return visible
+
+    @staticmethod
+    def _apply_window(rows: np.ndarray, group: RowGroup, window: int) -> None:
+        depths = np.arange(len(group.tokens)) if group.depths is None else np.asarray(group.depths)
+        if group.prefix + int(depths.max()) < window:
+            return
+        assert group.offset == 0, "windows need the position of every column, which an offset hides"
+        positions = group.prefix + depths
+        column_positions = np.concatenate([np.arange(group.prefix), positions])
+        rows[:, : group.num_columns] &= column_positions[None, :] > positions[:, None] - window
