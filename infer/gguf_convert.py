@@ -1,0 +1,239 @@
+"""Convert a GGUF file to an ordinary Hugging Face folder in float32, and prove that nothing was lost.
+
+transformers does the conversion; it only logs tensors that it cannot place and leaves their parameters as
+they were initialised, and it drops the tokenizer's pre-splitting of digits. So the saved folder is compared
+with the GGUF tensor by tensor, each parameter has to come from somewhere, and the tokenizer is repaired and
+checked. Knows the `llama` architecture; another one is refused until its names stand in `_TENSOR_NAMES`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TokenizerFacts", "convert_gguf", "verify_loads", "verify_weights"]
+
+_TENSOR_NAMES = {
+    "llama": {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+        "attn_norm.weight": "input_layernorm.weight",
+        "attn_q.weight": "self_attn.q_proj.weight",
+        "attn_k.weight": "self_attn.k_proj.weight",
+        "attn_v.weight": "self_attn.v_proj.weight",
+        "attn_output.weight": "self_attn.o_proj.weight",
+        "ffn_norm.weight": "post_attention_layernorm.weight",
+        "ffn_gate.weight": "mlp.gate_proj.weight",
+        "ffn_up.weight": "mlp.up_proj.weight",
+        "ffn_down.weight": "mlp.down_proj.weight",
+    }
+}
+# Whether a kind of pre-tokenisation isolates digits before the GPT-2 split.
+_DIGITS_STAND_ALONE = {"smollm": True, "gpt-2": False}
+
+_ENTROPY_PROMPT = "The capital of France is"
+_ROUND_TRIP_TEXTS = (
+    "Hello, world!",
+    "  leading and   inner spaces ",
+    "tabs\tand\n\nnew lines\r\n",
+    "3.14159 and 1,000,000 or 2026-01-01",
+    "it's, we'll, I'D, don't",
+    "naïve café Ünïcödé",
+    "日本語と中文 и русский",
+    "emoji 🎉👩‍👩‍👧 done",
+    "def f(x):\n    return x ** 2  # comment",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFacts:
+    """What a converted tokenizer must agree with."""
+
+    bos_token_id: int
+    eos_token_id: int
+    pad_token_id: int
+    golden_ids: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Texts and the ids that the model's own tokenizer gives them."""
+
+
+def convert_gguf(file: Path, folder: Path, *, facts: TokenizerFacts) -> None:
+    """Write the model and tokenizer of a GGUF file to the new `folder`; ValueError if a check fails."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    metadata = _read_metadata(file)
+    _architecture(metadata)
+    # Without dequantize=True the model stays quantised and save_pretrained refuses it.
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent,
+        gguf_file=file.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+        local_files_only=True,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+    _clean_config(model, facts)
+    _repair_tokenizer(tokenizer, metadata, max_length=model.config.max_position_embeddings)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    del model
+    verify_weights(file, folder)
+    verify_loads(folder, facts=facts, tokens=metadata["tokenizer.ggml.tokens"])
+
+
+def verify_weights(file: Path, folder: Path) -> None:
+    """Check that the folder's tensors are the GGUF's, all of them and nothing else, bit for bit."""
+    import gguf
+    import torch
+    from safetensors import safe_open
+
+    reader = gguf.GGUFReader(file)
+    metadata = _read_metadata(file)
+    names = _TENSOR_NAMES[_architecture(metadata)]
+    heads = {
+        "attn_q.weight": int(metadata["llama.attention.head_count"]),
+        "attn_k.weight": int(metadata["llama.attention.head_count_kv"]),
+    }
+    shards: list[Any] = [safe_open(shard, framework="pt") for shard in sorted(folder.glob("*.safetensors"))]
+    unfilled = {key: shard for shard in shards for key in shard.keys()}  # noqa: SIM118 (not a mapping)
+    faults: list[str] = []
+    for tensor in reader.tensors:
+        kind = re.sub(r"^blk\.\d+\.", "", tensor.name)
+        saved_name = _saved_name(tensor.name, names)
+        if saved_name is None or saved_name not in unfilled:
+            faults.append(f"{tensor.name} of the file was not used")
+            continue
+        try:
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError:
+            faults.append(f"{tensor.name} has the unsupported type {tensor.tensor_type.name}")
+            continue
+        expected = torch.from_numpy(values.copy())
+        if kind in heads:
+            expected = _undo_rotary_order(expected, heads[kind])
+        saved = unfilled.pop(saved_name).get_tensor(saved_name)
+        if saved.shape != expected.shape or not torch.equal(saved, expected):
+            faults.append(f"{saved_name} differs from {tensor.name} of the file")
+    faults += [f"{name} was filled by nothing in the file" for name in sorted(unfilled)]
+    if faults:
+        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
+        raise ValueError(f"the conversion of {file.name} is not faithful: {shown}. Try another transformers version")
+
+
+def verify_loads(folder: Path, *, facts: TokenizerFacts, tokens: list[str] | None = None) -> float:
+    """Load the folder afresh and check it; returns the entropy (nats) of a first next-token distribution."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    _check_tokenizer(tokenizer, facts, tokens)
+    # The stubs do not know that output_loading_info makes it return a pair.
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+    )
+    model, info = loaded
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            raise ValueError(f"{folder} does not load whole; {kind.replace('_', ' ')}: {sorted(map(str, info[kind]))}")
+    prompt = torch.tensor([tokenizer(_ENTROPY_PROMPT).input_ids])  # [1, T]
+    with torch.no_grad():
+        log_probs = model.eval()(prompt).logits[0, -1].float().log_softmax(-1)  # [V]
+    entropy = float(-(log_probs.exp() * log_probs).sum())
+    limit = math.log(log_probs.numel()) - 0.1
+    # The comparison is written so that a NaN fails it.
+    if not entropy < limit:
+        raise ValueError(
+            f"the converted model knows nothing: its first next-token distribution has an entropy of "
+            f"{entropy:.2f} nats and should be below {limit:.2f}"
+        )
+    return entropy
+
+
+def _read_metadata(file: Path) -> dict[str, Any]:
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(file)
+    except ValueError as error:
+        raise ValueError(f"{file.name} is not a GGUF file that can be read: {error}") from error
+    return {name: field.contents() for name, field in reader.fields.items()}
+
+
+def _architecture(metadata: dict[str, Any]) -> str:
+    architecture = str(metadata.get("general.architecture"))
+    if architecture not in _TENSOR_NAMES:
+        raise ValueError(
+            f"the GGUF file holds the architecture {architecture!r}; supported: {', '.join(_TENSOR_NAMES)}"
+        )
+    return architecture
+
+
+def _saved_name(gguf_name: str, names: dict[str, str]) -> str | None:
+    block = re.match(r"blk\.(\d+)\.(.+)", gguf_name)
+    if block is None:
+        return names.get(gguf_name)
+    name = names.get(block[2])
+    return None if name is None else f"model.layers.{block[1]}.{name}"
+
+
+def _undo_rotary_order(weight: Any, num_heads: int) -> Any:
+    """GGUF interleaves the halves of rotary pairs, Hugging Face keeps them apart. weight: [heads * D, H]"""
+    rows, width = weight.shape
+    paired = weight.reshape(num_heads, rows // num_heads // 2, 2, width)
+    return paired.transpose(1, 2).reshape(rows, width)
+
+
+def _clean_config(model: Any, facts: TokenizerFacts) -> None:
+    config = model.config
+    # The GGUF's display name, which transformers would keep in config.json as if it were a setting.
+    if "_model_name_or_path" in vars(config):
+        delattr(config, "_model_name_or_path")
+    # GGUF stores the epsilon in float32: 9.999999747e-06 was written as 1e-05.
+    config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
+    config.use_cache = True
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, getattr(facts, name))
+        setattr(model.generation_config, name, getattr(facts, name))
+    model.generation_config._from_model_config = False
+
+
+def _repair_tokenizer(tokenizer: PreTrainedTokenizerBase, metadata: dict[str, Any], *, max_length: int) -> None:
+    """Restore what the conversion leaves out: the digit split, the longest input, the template as stored."""
+    from tokenizers import pre_tokenizers
+
+    kind = str(metadata.get("tokenizer.ggml.pre"))
+    if kind not in _DIGITS_STAND_ALONE:
+        raise ValueError(f"the GGUF's tokenizer splits text as {kind!r}; supported: {', '.join(_DIGITS_STAND_ALONE)}")
+    split: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    if _DIGITS_STAND_ALONE[kind]:
+        split.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    backend: Any = tokenizer
+    backend.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+    tokenizer.model_max_length = max_length
+    tokenizer.chat_template = metadata.get("tokenizer.chat_template")
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, facts: TokenizerFacts, tokens: list[str] | None) -> None:
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        given, expected = getattr(tokenizer, name), getattr(facts, name)
+        if given != expected:
+            raise ValueError(f"the converted tokenizer has {name} {given}; expected {expected}")
+    if not tokenizer.chat_template:
+        raise ValueError("the converted tokenizer has no chat template; the GGUF file carries none")
+    if tokens is not None and tokenizer.convert_ids_to_tokens(list(range(len(tokens)))) != tokens:
+        raise ValueError("the converted tokenizer gives other tokens to some ids than the GGUF file does")
+    for text, expected_ids in facts.golden_ids:
+        ids = tuple(tokenizer(text).input_ids)
+        if ids != expected_ids:
+            raise ValueError(f"the converted tokenizer turns {text!r} into {list(ids)}; expected {list(expected_ids)}")
+    for text in _ROUND_TRIP_TEXTS:
+        back = tokenizer.decode(tokenizer(text).input_ids, clean_up_tokenization_spaces=False)
+        if back != text:
+            raise ValueError(f"the converted tokenizer turns {text!r} into {back!r} and not back into itself")

