@@ -1,0 +1,278 @@
+"""A trained head on disk: `model.safetensors` and `config.json` in native EAGLE-3 form, and the card `headstart.json`.
+
+The card says which target the head belongs to (a name and a fingerprint, never a path of this machine), how it was
+made and how well it does. Loading is strict: any missing, extra or misshapen tensor is named and refused.
+Saving is atomic: a folder is either the old one or the new one, whenever the process dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from heads.eagle3 import Eagle3Head
+from heads.registry import FAMILIES, family_of_config
+from heads.vocab import DraftVocabulary, provenance_from_dict
+
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+CARD_FILE = "headstart.json"
+CARD_VERSION = 1
+EMBEDDING_NAMES = ("embed_tokens.weight", "midlayer.embed_tokens.weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetReference:
+    """Which target a head belongs to. The fingerprint is what is checked; the name is for people."""
+
+    name: str
+    fingerprint: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    tokenizer_hash: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", portable_name(self.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadCard:
+    """What `headstart.json` holds. The free-form parts are settings and figures, documented where they are written."""
+
+    target: TargetReference
+    family: str = "eagle3"
+    drafter: Mapping[str, Any] = field(default_factory=dict)
+    acceptance: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    vocabulary: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self, head: Eagle3Head) -> dict[str, Any]:
+        return {
+            "headstart_version": CARD_VERSION,
+            "target": asdict(self.target),
+            "head": {
+                "family": self.family,
+                "taps": list(head.config.taps),
+                "draft_vocab_size": head.config.draft_vocab_size,
+                "num_parameters": sum(parameter.numel() for parameter in head.parameters()),
+                "vocabulary": {**asdict(head.vocabulary.provenance), **self.vocabulary},
+            },
+            "drafter": dict(self.drafter),
+            "acceptance": dict(self.acceptance),
+            "training": dict(self.training),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> HeadCard:
+        version = values.get("headstart_version")
+        if version != CARD_VERSION:
+            raise ValueError(f"{CARD_FILE} has version {version!r}, this headstart reads version {CARD_VERSION}")
+        try:
+            target = TargetReference(**values["target"])
+            head = values["head"]
+            return cls(
+                target=target,
+                family=head["family"],
+                drafter=values.get("drafter", {}),
+                acceptance=values.get("acceptance", {}),
+                training=values.get("training", {}),
+                vocabulary=head.get("vocabulary", {}),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{CARD_FILE} is incomplete or has unknown fields: {error}") from error
+
+
+def portable_name(name: str) -> str:
+    """A name that means the same on another machine: hub names and bare names stay, paths keep their last part."""
+    path = PurePath(name)
+    is_hub_name = len(path.parts) == 2 and not path.is_absolute() and path.parts[0] not in (".", "..", "~")
+    return name if is_hub_name and "\\" not in name else path.name
+
+
+def save_head(
+    folder: Path | str,
+    head: Eagle3Head,
+    card: HeadCard,
+    *,
+    dtype: torch.dtype | None = None,
+    add_files: Callable[[Path], None] | None = None,
+) -> Path:
+    """Write an augmented model folder in one atomic step; `add_files` may write more into it before it appears."""
+    folder = Path(folder)
+    tensors = {name: _for_disk(tensor, dtype) for name, tensor in head.state_dict().items()}
+    broken = [name for name, tensor in tensors.items() if tensor.numel() == 0 or not bool(torch.isfinite(tensor).all())]
+    if broken:
+        raise ValueError(f"refusing to save empty or non-finite tensors: {', '.join(broken)}")
+    native = head.config.to_native() | {"torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch.")}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = folder.parent / f".{folder.name}.new-{os.getpid()}"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    try:
+        save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        (staging / CONFIG_FILE).write_text(json.dumps(native, indent=2) + "\n")
+        (staging / CARD_FILE).write_text(json.dumps(card.to_dict(head), indent=2) + "\n")
+        if add_files is not None:
+            add_files(staging)
+        _sync_files(staging)
+        _replace_folder(staging, folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return folder
+
+
+def load_head(
+    folder: Path | str,
+    embedding_weight: torch.Tensor | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+) -> tuple[Eagle3Head, HeadCard]:
+    """Read a folder written by `save_head`; with `embedding_weight` (the target's, [V, H]) the head is ready to run."""
+    folder = recover_folder(Path(folder))
+    card = read_card(folder)
+    native = _read_json(folder / CONFIG_FILE)
+    family = FAMILIES[family_of_config(native)]
+    config = family.config.from_native(native, num_target_layers=card.target.num_layers)
+    tensors = _read_tensors(folder / WEIGHTS_FILE)
+    head = family.head(config, _read_vocabulary(tensors, config.vocab_size, card))
+    load_tensors(head, tensors, source=str(folder / WEIGHTS_FILE))
+    if embedding_weight is not None:
+        head.bind(embedding_weight)
+    return head.to(device=device, dtype=dtype), card
+
+
+def read_card(folder: Path | str) -> HeadCard:
+    """The card alone: enough to find and check the target before any tensor is read."""
+    folder = recover_folder(Path(folder))
+    if not (folder / CARD_FILE).is_file():
+        raise ValueError(f"{folder} is not an augmented model folder: it has no {CARD_FILE}")
+    return HeadCard.from_dict(_read_json(folder / CARD_FILE))
+
+
+def update_card(folder: Path | str, head: Eagle3Head, **changes: Any) -> HeadCard:
+    """Replace parts of the card of a saved head (tuned drafter settings, acceptance figures)."""
+    folder = recover_folder(Path(folder))
+    card = replace(read_card(folder), **changes)
+    staging = folder / f".{CARD_FILE}.new"
+    staging.write_text(json.dumps(card.to_dict(head), indent=2) + "\n")
+    staging.replace(folder / CARD_FILE)
+    return card
+
+
+def check_target(card: HeadCard, *, fingerprint: str, name: str, hidden_size: int, vocab_size: int) -> None:
+    """A head is only good for the target it was trained on: other sizes cannot run, other weights accept little."""
+    sizes = (card.target.hidden_size, card.target.vocab_size)
+    if sizes != (hidden_size, vocab_size):
+        raise ValueError(
+            f"the head belongs to {card.target.name} with hidden size {sizes[0]} and vocabulary {sizes[1]}; "
+            f"{name} has {hidden_size} and {vocab_size}"
+        )
+    if card.target.fingerprint != fingerprint:
+        raise ValueError(
+            f"the head was trained on {card.target.name} ({card.target.fingerprint}), "
+            f"but {name} has other weights or another tokenizer ({fingerprint})"
+        )
+
+
+def load_tensors(head: Eagle3Head, tensors: Mapping[str, torch.Tensor], *, source: str) -> None:
+    """Fill every parameter and buffer of `head`; anything that does not fit exactly is named and refused."""
+    expected = head.state_dict()
+    given = {name: tensor for name, tensor in tensors.items() if name not in EMBEDDING_NAMES}
+    problems = [f"missing {name} {list(expected[name].shape)}" for name in sorted(expected.keys() - given.keys())]
+    problems += [f"unknown {name} {list(given[name].shape)}" for name in sorted(given.keys() - expected.keys())]
+    for name in sorted(expected.keys() & given.keys()):
+        want, have = expected[name], given[name]
+        if want.shape != have.shape:
+            problems.append(f"{name} has shape {list(have.shape)}, expected {list(want.shape)}")
+        elif want.is_floating_point() != have.is_floating_point():
+            problems.append(f"{name} has dtype {have.dtype}, expected {want.dtype}")
+        elif have.is_floating_point() and not bool(torch.isfinite(have).all()):
+            problems.append(f"{name} holds non-finite values")
+    if problems:
+        raise ValueError(f"{source} is not this head: {'; '.join(problems)}")
+    head.load_state_dict(dict(given))
+
+
+def recover_folder(folder: Path) -> Path:
+    """Undo a save that died between its two renames: the previous folder is still there under another name."""
+    previous = _previous(folder)
+    if not folder.exists() and previous.exists():
+        previous.rename(folder)
+    return folder
+
+
+def _previous(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}.previous"
+
+
+def _replace_folder(staging: Path, folder: Path) -> None:
+    previous = _previous(folder)
+    if folder.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        folder.rename(previous)
+    staging.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _sync_files(folder: Path) -> None:
+    """Data must reach the disk before the rename does, or a power cut leaves a complete name on empty files."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _for_disk(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    tensor = tensor.detach().to("cpu")
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    return tensor.contiguous()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object, found {type(values).__name__}")
+    return values
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or truncated: {error}") from error
+
+
+def _read_vocabulary(tensors: Mapping[str, torch.Tensor], vocab_size: int, card: HeadCard) -> DraftVocabulary:
+    missing = [name for name in ("d2t", "t2d") if name not in tensors]
+    if missing:
+        raise ValueError(f"the head's {WEIGHTS_FILE} lacks {', '.join(missing)}: its draft vocabulary has no map")
+    return DraftVocabulary.from_maps(
+        tensors["d2t"],
+        tensors["t2d"],
+        vocab_size=vocab_size,
+        provenance=provenance_from_dict(card.vocabulary),
+    )
