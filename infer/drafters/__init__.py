@@ -1,0 +1,64 @@
+"""Drafters, and how the HEAD of a command becomes one: an augmented model's folder, `ngram` or `none`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from heads.checkpoint import CARD_FILE, check_target, load_head, read_card
+from infer.drafters.base import Drafter, DraftLimit, TreeSettings
+from infer.drafters.head import HeadDrafter
+from infer.drafters.hybrid import HybridDrafter
+from infer.drafters.ngram import NgramDrafter
+from infer.drafters.scripted import ScriptedDrafter
+from infer.target import TargetModel
+
+__all__ = [
+    "DraftLimit",
+    "Drafter",
+    "HeadDrafter",
+    "HybridDrafter",
+    "NgramDrafter",
+    "ScriptedDrafter",
+    "TreeSettings",
+    "load_drafter",
+    "resolve_target",
+]
+
+LOOKUP, NO_DRAFT = "ngram", "none"
+MODELS_FOLDER = Path("models")
+
+
+def load_drafter(
+    head: str | Path, target: TargetModel, *, sampled: bool = False, hybrid: bool = True
+) -> Drafter | None:
+    """The drafter that HEAD names. A head is joined by the lookup (`hybrid`) unless its proposals are sampled."""
+    if str(head) == NO_DRAFT:
+        return None
+    if str(head) == LOOKUP:
+        return NgramDrafter()
+    network, card = load_head(head, target.embedding_weight, device=target.device, dtype=target.dtype)
+    check_target(
+        card,
+        fingerprint=target.fingerprint,
+        name=target.name,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+    )
+    drafter = HeadDrafter(network, sampled=sampled)
+    return HybridDrafter([drafter, NgramDrafter()]) if hybrid and not sampled else drafter
+
+
+def resolve_target(head: str | Path, target: str | Path | None) -> str | Path:
+    """The target to load: the one given, else the one that the head's card names (under `models/`, or a Hub name)."""
+    if target is not None:
+        return target
+    if str(head) in (LOOKUP, NO_DRAFT):
+        raise ValueError(f"{head!r} belongs to no target: name one with --target (a local folder or a Hub name)")
+    folder = Path(head)
+    if not (folder / CARD_FILE).is_file():
+        raise ValueError(
+            f"{str(head)!r} is not a head: give an augmented model's folder (it holds {CARD_FILE}), 'ngram' or 'none'"
+        )
+    name = read_card(folder).target.name
+    local = MODELS_FOLDER / name
+    return local if local.is_dir() else name

@@ -1,0 +1,77 @@
+"""What a drafter is: something that proposes a `DraftTree` for each request, whatever it is made of.
+
+A drafter may read target states (`taps`) and keeps what it remembers of a request in `request.draft_state[name]`.
+It proposes generously; the engine prunes trees to the size that pays on this machine (`infer.growth.fit`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from infer.cost import CostModel
+from infer.request import Request
+from infer.tree import DraftTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeSettings:
+    """Bounds of a request's tree.
+
+    max_nodes: most draft nodes a request verifies in a round. max_depth: longest path. branch: candidates a node.
+    beam: nodes expanded at a depth. adaptive: take fewer nodes where the cost model says that they do not pay.
+    """
+
+    max_nodes: int = 32
+    max_depth: int = 6
+    branch: int = 8
+    beam: int = 6
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_nodes", "max_depth", "branch", "beam"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+    @classmethod
+    def chain(cls, depth: int, *, adaptive: bool = False) -> TreeSettings:
+        return cls(max_nodes=depth, max_depth=depth, branch=1, beam=1, adaptive=adaptive)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftLimit:
+    """What a request can still use: nodes beyond its cache slot or paths beyond its last token are of no use."""
+
+    max_nodes: int
+    max_depth: int
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """See the module. `taps` are the `hidden_states` indices whose states `observe` is given (none: `states=None`);
+    `step_milliseconds` is what a depth of drafting costs (0 where it costs next to nothing)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+
+    @property
+    def step_milliseconds(self) -> float: ...
+
+    def open(self, *, num_slots: int, num_columns: int, tree: TreeSettings, cost: CostModel) -> None:
+        """Make room for requests; called before the first of them, and again if the engine's cache is rebuilt."""
+
+    def observe(self, request: Request, states: torch.Tensor | None) -> None:
+        """New rows of the request's text are committed: `states` [n, taps * H] of positions num_cached - n and on."""
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[DraftLimit]) -> list[DraftTree]:
+        """A tree for each request, below its last emitted token."""
+
+    def close(self, request: Request) -> None:
+        """The request has left."""

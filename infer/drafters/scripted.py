@@ -1,0 +1,51 @@
+"""A drafter that proposes what it is told: for tests, demonstrations and measuring the cost of a round.
+
+The script sees a request and returns the tree; a perfect drafter, an always wrong one and one whose second child is
+right are each a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from infer.cost import CostModel
+from infer.drafters.base import DraftLimit, TreeSettings
+from infer.request import Request
+from infer.tree import DraftTree
+
+Script = Callable[[Request, DraftLimit], DraftTree]
+
+
+class ScriptedDrafter:
+    """Asks `script(request, limit)` for every tree. `taps` may be given to have states collected all the same."""
+
+    name = "scripted"
+    step_milliseconds = 0.0
+
+    def __init__(self, script: Script, *, taps: tuple[int, ...] = ()) -> None:
+        self.script = script
+        self.taps = taps
+
+    def open(self, *, num_slots: int, num_columns: int, tree: TreeSettings, cost: CostModel) -> None:
+        pass
+
+    def observe(self, request: Request, states: torch.Tensor | None) -> None:
+        pass
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[DraftLimit]) -> list[DraftTree]:
+        return [self.script(request, limit) for request, limit in zip(requests, limits, strict=True)]
+
+    def close(self, request: Request) -> None:
+        pass
+
+
+def replay(token_ids: Sequence[int], *, depth: int) -> Script:
+    """A perfect drafter for one known answer: a chain of its next `depth` tokens."""
+
+    def script(request: Request, limit: DraftLimit) -> DraftTree:
+        start = len(request.output_ids)
+        return DraftTree.chain(tuple(token_ids[start : start + min(depth, limit.max_depth)]))
+
+    return script

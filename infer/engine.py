@@ -1,0 +1,331 @@
+"""The engine: prefill, then rounds of draft, verify and commit, over any number of requests at once.
+
+A request is in one of two states: waiting, or running in a cache slot. Every forward serves all running requests,
+each with its own tree. Tokens do not depend on the trees: under the match rules they equal plain decoding's for the
+same seed; under the rejection rules they follow the same law.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from infer.cache import SlotAllocator, SlotCache
+from infer.chat import Message, encode_text, render_prompt
+from infer.cost import CostModel, cost_of
+from infer.drafters.base import Drafter, DraftLimit, TreeSettings
+from infer.growth import fit
+from infer.request import Completion, Request, RequestLaw
+from infer.rows import tree_group
+from infer.sampling import SamplingParams
+from infer.target import TargetModel
+from infer.tree import DraftTree, OneHot
+from infer.verify import RULES, KeyedChance, Verdict, find_rule, verify
+
+MAX_PREFILL_ROWS = 4096
+
+Prompt = str | Sequence[Message] | Sequence[int]
+
+
+class Engine:
+    """Decodes prompts with `target`, sped up by `drafter` if there is one.
+
+    max_requests: requests that run at once; more wait. max_length: most tokens of a request, prompt included (by
+    default what the prompts at hand need). rule: how trees are verified (`infer.verify.RULES`). tree: bounds of the
+    draft trees. cost: the machine's cost table (measured, or read from the user's cache folder, when first needed).
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter | None = None,
+        *,
+        max_requests: int = 32,
+        max_length: int | None = None,
+        rule: str = "match",
+        tree: TreeSettings | None = None,
+        cost: CostModel | None = None,
+    ) -> None:
+        if max_requests < 1:
+            raise ValueError(f"max_requests must be at least 1, got {max_requests}")
+        self.target = target
+        self.drafter = drafter
+        self.max_requests = max_requests
+        self.max_length = max_length
+        self.rule = find_rule(rule)
+        self.tree = tree or TreeSettings()
+        self._cost = cost
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._cache: SlotCache | None = None
+        self._slots = SlotAllocator(0)
+        self.draft_seconds = 0.0
+        self.verify_seconds = 0.0
+        self.forward_seconds = 0.0
+
+    @property
+    def cost(self) -> CostModel:
+        if self._cost is None:
+            self._cost = cost_of(self.target)
+        return self._cost
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Completion]:
+        """Answer `prompts`, in their order.
+
+        A prompt is a list of chat messages (rendered with the tokenizer's template), a text (encoded as it is), or
+        token ids. `progress` is called with the number of tokens that each step emitted.
+        """
+        requests = self.submit(prompts, params)
+        try:
+            while any(request.finish_reason is None for request in requests):
+                num_tokens = self.step()
+                if progress is not None:
+                    progress(num_tokens)
+        except BaseException:
+            self.abort()
+            raise
+        return [request.completion() for request in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[list[int]]:
+        """Answer one prompt; yields the tokens of each round as they are accepted."""
+        (request,) = self.submit([prompt], params)
+        num_seen = 0
+        try:
+            while request.finish_reason is None:
+                self.step()
+                yield request.output_ids[num_seen:]
+                num_seen = len(request.output_ids)
+        finally:
+            if request.finish_reason is None:
+                self.abort()
+
+    def submit(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[Request]:
+        """Queue prompts; `step` answers them. All are checked before any is queued."""
+        if isinstance(prompts, str):
+            raise ValueError("prompts is one text: give a list of prompts, [text]")
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts were given {len(each)} sampling parameters: give one, or one each"
+            )
+        token_ids = [self._encode(prompt) for prompt in prompts]
+        for index, (ids, one) in enumerate(zip(token_ids, each, strict=True)):
+            self._check(index, ids, one)
+        requests = [
+            Request.create(
+                ids,
+                one,
+                tokenizer=self.target.tokenizer,
+                eos_ids=self.target.eos_ids,
+                vocab_size=self.target.vocab_size,
+                device=self.target.device,
+            )
+            for ids, one in zip(token_ids, each, strict=True)
+        ]
+        self._make_room(requests)
+        self._waiting.extend(requests)
+        return requests
+
+    def step(self) -> int:
+        """Prefill requests that found a slot, then one round over all that run; returns the tokens emitted."""
+        admitted = self._admit()
+        num_tokens = self._advance(admitted, [DraftTree.empty()] * len(admitted)) if admitted else 0
+        if self._running:
+            num_tokens += self._advance(self._running, self._draft(self._running))
+        return num_tokens
+
+    def abort(self) -> None:
+        """Drop every request, running or waiting, and free its slot."""
+        self._waiting.clear()
+        for request in list(self._running):
+            self._release(request)
+
+    def _draft(self, requests: Sequence[Request]) -> list[DraftTree]:
+        if self.drafter is None:
+            return [DraftTree.empty()] * len(requests)
+        start = time.perf_counter()
+        limits = [self._limit(request) for request in requests]
+        trees = self.drafter.propose(requests, limits)
+        trees = fit(
+            trees,
+            self.cost if self.tree.adaptive else CostModel.free(),
+            max_nodes=[limit.max_nodes for limit in limits],
+            adaptive=self.tree.adaptive,
+            spent_milliseconds=self.drafter.step_milliseconds * max(max(tree.depths, default=0) for tree in trees),
+        )
+        self.draft_seconds += time.perf_counter() - start
+        return trees
+
+    def _advance(self, requests: Sequence[Request], trees: Sequence[DraftTree]) -> int:
+        """Verify a tree for each request in one forward, and commit what was accepted."""
+        requests = list(requests)
+        logits, states = self._forward(requests, trees)
+        start = time.perf_counter()
+        verdicts = [
+            self._verify(request, tree, rows) for request, tree, rows in zip(requests, trees, logits, strict=True)
+        ]
+        self.verify_seconds += time.perf_counter() - start
+        return sum(
+            self._commit(request, tree, verdict, rows)
+            for request, tree, verdict, rows in zip(requests, trees, verdicts, states, strict=True)
+        )
+
+    def _forward(
+        self, requests: Sequence[Request], trees: Sequence[DraftTree]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Logits [1 + nodes, V] of each request's root and nodes, and tapped states of all its rows."""
+        assert self._cache is not None
+        start = time.perf_counter()
+        groups = [
+            tree_group(request.slot, request.num_cached, request.uncached, tree.tokens, tree.parents)
+            for request, tree in zip(requests, trees, strict=True)
+        ]
+        logit_rows: list[int] = []
+        first_row = 0
+        for group, tree in zip(groups, trees, strict=True):
+            first_row += len(group.tokens)
+            logit_rows.extend(range(first_row - 1 - len(tree), first_row))
+        taps = self.drafter.taps if self.drafter is not None else ()
+        every_row = len(logit_rows) == first_row
+        output = self.target.forward(groups, self._cache, logit_rows=None if every_row else logit_rows, taps=taps)
+        self.forward_seconds += time.perf_counter() - start
+        logits = output.logits.split([1 + len(tree) for tree in trees])
+        if output.taps is None:
+            return list(logits), [None] * len(requests)
+        return list(logits), list(output.taps.split([len(group.tokens) for group in groups]))
+
+    def _verify(self, request: Request, tree: DraftTree, logits: torch.Tensor) -> Verdict:
+        chance = KeyedChance(request.seed, request.sample, request.attempt, len(request.accepted_lengths))
+        rule = self.rule
+        if isinstance(tree.kind, OneHot) and not rule.accepts(tree):
+            rule = RULES["match"]  # greedy drafts and lookups are one-hot, which the match walk verifies exactly
+        request.lossless = request.lossless and rule.lossless
+        return verify(rule, tree, RequestLaw(request, tree, logits), chance)
+
+    def _commit(self, request: Request, tree: DraftTree, verdict: Verdict, states: torch.Tensor | None) -> int:
+        """Emit the verdict's tokens; keep cache rows and states of the accepted path only."""
+        assert self._cache is not None
+        num_chain = len(request.uncached)
+        root_column = request.num_cached + num_chain  # the column after the root's own
+        num_kept = request.emit(verdict.tokens(tree))
+        if request.finish_reason is not None:
+            request.seconds = time.perf_counter() - request.started
+            self._release(request)
+            return num_kept
+        path = list(verdict.path)
+        self._cache.commit(request.slot, root_column, [root_column + node for node in path])
+        request.num_cached = root_column + len(path)
+        if self.drafter is not None:
+            if states is not None:
+                states = states[[*range(num_chain), *(num_chain + node for node in path)]]
+            self.drafter.observe(request, states)
+        return num_kept
+
+    def _limit(self, request: Request) -> DraftLimit:
+        assert self._cache is not None
+        num_columns_left = self._cache.num_columns - request.num_tokens
+        depth = min(self.tree.max_depth, request.num_tokens_left - 1, num_columns_left)
+        return DraftLimit(max_nodes=max(0, min(self.tree.max_nodes, num_columns_left)), max_depth=max(0, depth))
+
+    def _admit(self) -> list[Request]:
+        admitted: list[Request] = []
+        num_rows = 0
+        while self._waiting and self._slots.num_free:
+            num_rows = max(num_rows, len(self._waiting[0].uncached))
+            if admitted and num_rows * (len(admitted) + 1) > MAX_PREFILL_ROWS:
+                break
+            request = self._waiting.popleft()
+            request.slot = self._slots.take()
+            request.started = time.perf_counter()
+            admitted.append(request)
+        self._running.extend(admitted)
+        return admitted
+
+    def _release(self, request: Request) -> None:
+        self._running.remove(request)
+        self._slots.release(request.slot)
+        if self.drafter is not None:
+            self.drafter.close(request)
+
+    def _make_room(self, requests: Sequence[Request]) -> None:
+        """Allocate the cache, or a larger one while nothing runs."""
+        longest = max((len(request.prompt_ids) + request.params.max_tokens for request in requests), default=0)
+        num_columns = self.max_length or longest
+        num_columns += self.tree.max_nodes if self.drafter is not None else 0
+        num_columns = -(-num_columns // 64) * 64
+        num_slots = min(self.max_requests, len(requests) + len(self._running) + len(self._waiting))
+        cache = self._cache
+        if cache is not None and cache.num_columns >= num_columns and cache.num_slots >= num_slots:
+            return
+        if cache is not None:
+            if self._running:
+                if cache.num_columns < num_columns:
+                    raise ValueError(
+                        f"a request of {longest} tokens does not fit the running engine's slots of {cache.num_columns} "
+                        "columns: build the engine with max_length"
+                    )
+                return  # more slots must wait until the running requests have left
+            num_columns, num_slots = max(num_columns, cache.num_columns), max(num_slots, cache.num_slots)
+        self._cache = None  # the old one goes before the new one comes
+        self._cache = self.target.new_cache(num_slots=num_slots, num_columns=num_columns)
+        self._slots = SlotAllocator(num_slots)
+        if self.drafter is not None:
+            cost = self.cost if self.tree.adaptive else CostModel.free()
+            self.drafter.open(num_slots=num_slots, num_columns=num_columns, tree=self.tree, cost=cost)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return encode_text(self.target.tokenizer, prompt)
+        if prompt and isinstance(prompt[0], Mapping):
+            return render_prompt(self.target.tokenizer, cast(Sequence[Message], prompt))
+        return list(cast(Sequence[int], prompt))
+
+    def _check(self, index: int, prompt: Sequence[int], params: SamplingParams) -> None:
+        if not len(prompt):
+            raise ValueError(f"prompt {index} is empty: give at least one token")
+        bad = next((token for token in prompt if not 0 <= token < self.target.vocab_size), None)
+        if bad is not None:
+            raise ValueError(
+                f"prompt {index} has token id {bad}: this target has ids 0 to {self.target.vocab_size - 1}"
+            )
+        limit = min(self.max_length or self.target.max_length, self.target.max_length)
+        if len(prompt) + params.max_tokens > limit:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens and asks for {params.max_tokens} more, "
+                f"but at most {limit} fit: shorten it or lower max_tokens"
+            )
+
+
+def load_engine(
+    head: str | Path,
+    target: str | Path | TargetModel | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    max_requests: int = 32,
+    max_length: int | None = None,
+    rule: str = "match",
+    tree: TreeSettings | None = None,
+    cost: CostModel | None = None,
+) -> Engine:
+    """An engine from an augmented model's folder (or `none`, `ngram`, which need a target).
+
+    `target` overrides the one that the head names. Raises ValueError if the head was trained for another target.
+    """
+    from infer.drafters import load_drafter, resolve_target
+
+    if not isinstance(target, TargetModel):
+        target = TargetModel.load(resolve_target(head, target), dtype=dtype, device=device)
+    drafter = load_drafter(head, target, sampled=find_rule(rule).exactness == "distribution")
+    return Engine(target, drafter, max_requests=max_requests, max_length=max_length, rule=rule, tree=tree, cost=cost)

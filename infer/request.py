@@ -1,0 +1,187 @@
+"""A request on its way through the engine, what it leaves behind, and the law of its next token.
+
+Positions count a request's own tokens (prompt first), never cache columns, so that its noise is the same alone, in a
+batch, in any slot and after a restart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from infer.noise import gumbel, position_key, random_seed
+from infer.sampling import Processor, SamplingParams
+from infer.stopping import StopChecker
+from infer.tree import ROOT, DraftTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """The answer to one prompt.
+
+    `accepted_lengths[i]` counts the tokens that round `i` emitted, the target's own included, after truncation; round
+    0 is the prefill, which emits one. `tokens_per_second` is this request's tokens over the time it was in the engine.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    stop_reason: str | int | None
+    num_rounds: int
+    accepted_lengths: tuple[int, ...]
+    seed: int
+    seconds: float
+    tokens_per_second: float
+    lossless: bool = True
+
+
+class PositionNoise:
+    """Gumbel noise [V] of a request's positions, made once a position and forgotten when the text has passed it."""
+
+    def __init__(self, *, seed: int, sample: int, attempt: int, vocab_size: int, device: torch.device) -> None:
+        self._identity = (seed, sample, attempt)
+        self._vocab_size = vocab_size
+        self._device = device
+        self._rows: dict[int, torch.Tensor] = {}
+
+    def at(self, position: int) -> torch.Tensor:
+        row = self._rows.get(position)
+        if row is None:
+            row = gumbel(position_key(*self._identity, position), self._vocab_size, self._device)
+            self._rows[position] = row
+        return row
+
+    def forget_before(self, position: int) -> None:
+        for stale in [old for old in self._rows if old < position]:
+            del self._rows[stale]
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """State of one running request. All tokens but the last emitted (`uncached`) have rows in the target's cache."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    noise: PositionNoise
+    processor: Processor
+    stopper: StopChecker
+    sample: int = 0
+    attempt: int = 0
+    slot: int = -1
+    num_cached: int = 0
+    output_ids: list[int] = field(default_factory=list)
+    accepted_lengths: list[int] = field(default_factory=list)
+    draft_state: dict[str, Any] = field(default_factory=dict)  # one entry a drafter, owned by it
+    started: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
+    lossless: bool = True
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @classmethod
+    def create(
+        cls,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        tokenizer: Any,
+        eos_ids: frozenset[int],
+        vocab_size: int,
+        device: torch.device,
+        sample: int = 0,
+    ) -> Request:
+        seed = random_seed() if params.seed is None else params.seed
+        return cls(
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            seed=seed,
+            sample=sample,
+            noise=PositionNoise(seed=seed, sample=sample, attempt=0, vocab_size=vocab_size, device=device),
+            processor=Processor(params, prompt_ids=prompt_ids, eos_ids=eos_ids, vocab_size=vocab_size, device=device),
+            stopper=StopChecker(params, eos_ids=eos_ids, tokenizer=tokenizer),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    def token(self, position: int) -> int:
+        num_prompt = len(self.prompt_ids)
+        return self.prompt_ids[position] if position < num_prompt else self.output_ids[position - num_prompt]
+
+    def tokens_from(self, position: int) -> list[int]:
+        num_prompt = len(self.prompt_ids)
+        if position >= num_prompt:
+            return self.output_ids[position - num_prompt :]
+        return [*self.prompt_ids[position:], *self.output_ids]
+
+    @property
+    def uncached(self) -> list[int]:
+        """Tokens without rows in the cache: the whole prompt at first, then the token emitted last."""
+        return self.tokens_from(self.num_cached)
+
+    @property
+    def num_tokens_left(self) -> int:
+        return self.params.max_tokens - len(self.output_ids)
+
+    def emit(self, tokens: Sequence[int]) -> int:
+        """Append the tokens of a round up to the end of the answer, if it lies among them; returns how many stayed."""
+        result = self.stopper.push(tokens)
+        self.output_ids.extend(tokens[: result.num_kept])
+        self.accepted_lengths.append(result.num_kept)
+        self.finish_reason, self.stop_reason = result.finish_reason, result.stop_reason
+        self.noise.forget_before(self.num_tokens)
+        return result.num_kept
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        return Completion(
+            prompt_token_ids=self.prompt_ids,
+            token_ids=tuple(self.output_ids),
+            text=self.stopper.text,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            num_rounds=len(self.accepted_lengths),
+            accepted_lengths=tuple(self.accepted_lengths),
+            seed=self.seed,
+            seconds=self.seconds,
+            tokens_per_second=len(self.output_ids) / self.seconds if self.seconds else 0.0,
+            lossless=self.lossless,
+        )
+
+
+class RequestLaw:
+    """The target's next-token law at the nodes of a request's tree (`infer.verify.NodeLaw`).
+
+    A node's logits are processed when the walk asks for them, along the node's own path. `logits` [N + 1, V]: the
+    root's row first.
+    """
+
+    def __init__(self, request: Request, tree: DraftTree, logits: torch.Tensor) -> None:
+        self.request = request
+        self.tree = tree
+        self.logits = logits
+
+    def scores(self, node: int) -> torch.Tensor:
+        """Processed logits over temperature [V] float32, -inf for tokens that cannot follow."""
+        path = [self.tree.tokens[index] for index in self.tree.path(node)]
+        return self.request.processor.scores(self.logits[node + 1], [*self.request.output_ids, *path])
+
+    def draw(self, node: int) -> int:
+        scores = self.scores(node)
+        if self.request.params.temperature > 0:
+            depth = 0 if node == ROOT else self.tree.depths[node]
+            scores = scores + self.request.noise.at(self.request.num_tokens + depth)
+        return int(scores.argmax())
+
+    def probs(self, node: int) -> torch.Tensor:
+        scores = self.scores(node)
+        if self.request.params.temperature > 0:
+            return torch.softmax(scores, dim=-1)
+        return torch.zeros_like(scores).index_fill_(0, scores.argmax(), 1.0)

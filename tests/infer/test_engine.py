@@ -1,0 +1,419 @@
+"""The engine on tiny random models: the same tokens whatever drafts, whoever shares the batch, wherever a text ends."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import pytest
+import torch
+
+from infer.cost import CostModel
+from infer.drafters import HybridDrafter, NgramDrafter, ScriptedDrafter, TreeSettings
+from infer.drafters.scripted import replay
+from infer.engine import Engine
+from infer.rows import RowGroup
+from infer.sampling import SamplingParams
+from infer.target import TargetModel
+from infer.tree import ROOT, Coupled, DraftTree, OneHot, Sampled
+
+PROMPTS = [[5, 17, 3], [9, 9, 8, 7, 9, 9, 8], list(range(20, 60)), [4]]
+FIXED = TreeSettings(max_nodes=32, max_depth=8, adaptive=False)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model) -> TargetModel:
+    return TargetModel.wrap(tiny_model("llama"))
+
+
+def sampling(temperature: float = 0.0, **changes) -> SamplingParams:
+    return SamplingParams(**{"temperature": temperature, "seed": 3, "max_tokens": 24, "ignore_eos": True, **changes})
+
+
+def plain(target: TargetModel, prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
+    return Engine(target).generate([prompt], params)[0].token_ids
+
+
+def random_tree(rng: random.Random, vocab_size: int, limit, right: list[int] | tuple[int, ...]) -> DraftTree:
+    """A random tree that holds the right continuation with some probability, as any child."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    on_path = {ROOT: 0}
+    for _ in range(rng.randint(0, min(12, limit.max_nodes))):
+        candidates = [node for node in range(-1, len(tokens)) if _depth(parents, node) < limit.max_depth]
+        if not candidates:
+            break
+        parent = rng.choice(candidates)
+        depth = on_path.get(parent)
+        token = rng.randrange(vocab_size)
+        if depth is not None and depth < len(right) and rng.random() < 0.6:
+            token = right[depth]
+        if any(p == parent and t == token for p, t in zip(parents, tokens, strict=True)):
+            continue
+        tokens.append(token)
+        parents.append(parent)
+        if depth is not None and depth < len(right) and token == right[depth]:
+            on_path[len(tokens) - 1] = depth + 1
+    return DraftTree(tokens=tuple(tokens), parents=tuple(parents), kind=OneHot())
+
+
+def _depth(parents: list[int], node: int) -> int:
+    return 0 if node == ROOT else 1 + _depth(parents, parents[node])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox"])
+def test_random_trees_never_change_a_token(kind, temperature, tiny_model):
+    """Trees of any shape, right and wrong, over ragged neighbours: plain decoding's token ids, alone or batched."""
+    target = TargetModel.wrap(tiny_model(kind))
+    rng = random.Random(0)
+    params = [sampling(temperature, seed=seed, max_tokens=10 + 7 * seed) for seed in range(len(PROMPTS))]
+    expected = [plain(target, prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
+    answers = dict(zip((tuple(prompt) for prompt in PROMPTS), expected, strict=True))
+
+    def script(request, limit):
+        right = answers[request.prompt_ids][len(request.output_ids) :]
+        return random_tree(rng, target.vocab_size, limit, right)
+
+    for max_requests in (1, 3, 8):
+        engine = Engine(target, ScriptedDrafter(script), tree=FIXED, max_requests=max_requests)
+        completions = engine.generate(PROMPTS, params)
+        assert [completion.token_ids for completion in completions] == expected
+        for completion in completions:
+            assert sum(completion.accepted_lengths) == len(completion.token_ids)
+            assert len(completion.accepted_lengths) == completion.num_rounds
+        assert max(length for completion in completions for length in completion.accepted_lengths) > 2
+
+
+def check_cache(engine: Engine, target: TargetModel, request) -> None:
+    """The slot's committed rows equal a fresh prefill of the same tokens."""
+    tokens = [*request.prompt_ids, *request.output_ids][: request.num_cached]
+    assert len(tokens) == request.num_cached == request.num_tokens - 1
+    fresh = target.new_cache(num_slots=1, num_columns=len(tokens))
+    target.forward([RowGroup(slot=0, prefix=0, tokens=tokens)], fresh)
+    for layer in range(target.num_layers):
+        got = engine._cache.read(layer, request.slot, request.slot, len(tokens))
+        for mine, theirs in zip(got, fresh.read(layer, 0, 0, len(tokens)), strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("depth", range(1, 9))
+@pytest.mark.parametrize("sibling", [0, 1, 2])
+def test_acceptance_at_every_depth_and_sibling(depth, sibling, target):
+    """A script that is right down to `depth`, as the first, second or third child of each node: the round emits
+    depth + 1 tokens, and the cache equals a fresh prefill after it."""
+    params = sampling(0.8, max_tokens=24)
+    answer = plain(target, PROMPTS[0], params)
+
+    def script(request, limit):
+        right = answer[len(request.output_ids) :][: min(depth, limit.max_depth)]
+        tokens: list[int] = []
+        parents: list[int] = []
+        parent = ROOT
+        for token in right:
+            wrong = [candidate for candidate in range(10, 14) if candidate != token][:2]
+            children = [*wrong[:sibling], token, *wrong[sibling:]]
+            parents.extend([parent] * 3)
+            tokens.extend(children)
+            parent = len(tokens) - 3 + sibling
+        return DraftTree(tokens=tuple(tokens), parents=tuple(parents), kind=OneHot())
+
+    engine = Engine(target, ScriptedDrafter(script), tree=FIXED)
+    (request,) = engine.submit([PROMPTS[0]], params)
+    rounds = 0
+    while request.finish_reason is None:
+        engine.step()
+        rounds += 1
+        if request.finish_reason is None:
+            assert request.accepted_lengths[-1] == depth + 1
+            check_cache(engine, target, request)
+    assert tuple(request.output_ids) == answer
+    assert rounds >= 2
+
+
+def test_always_wrong_then_right_then_alternating(target):
+    """A rejection handled a step late corrupts what follows: committed ids and cache agree after every step."""
+    for temperature in (0.0, 0.8):
+        params = sampling(temperature, max_tokens=30)
+        answer = plain(target, PROMPTS[1], params)
+        for pattern in ("wwwwwwww", "rrrrrrrr", "wrwrwrwr"):
+
+            def script(request, limit, answer=answer, pattern=pattern):
+                right = answer[len(request.output_ids) :][: min(3, limit.max_depth)]
+                if pattern[len(request.accepted_lengths) % len(pattern)] == "w":
+                    right = tuple((token + 1) % target.vocab_size for token in right)
+                return DraftTree.chain(tuple(right))
+
+            engine = Engine(target, ScriptedDrafter(script), tree=FIXED)
+            (request,) = engine.submit([PROMPTS[1]], params)
+            while request.finish_reason is None:
+                engine.step()
+                if request.finish_reason is None:
+                    check_cache(engine, target, request)
+            assert tuple(request.output_ids) == answer
+
+
+@pytest.mark.parametrize("depth", range(1, 9))
+def test_an_end_token_inside_a_block_ends_the_answer(depth, tiny_model):
+    """The end token is declared to be one from the middle of a known answer, so that it lands on every block offset."""
+    target = TargetModel.wrap(tiny_model("llama"))
+    answer = plain(target, PROMPTS[0], sampling(0.9, max_tokens=20))
+    middle = next(i for i in range(8, 20) if answer[i] not in answer[:i])
+    target.eos_ids = frozenset({answer[middle]})
+    params = sampling(0.9, max_tokens=20, ignore_eos=False)
+    (completion,) = Engine(target, ScriptedDrafter(replay(answer, depth=depth)), tree=FIXED).generate(
+        [PROMPTS[0]], params
+    )
+    assert completion.token_ids == answer[: middle + 1] == plain(target, PROMPTS[0], params)
+    assert completion.finish_reason == "stop"
+    by_id = sampling(0.9, max_tokens=20, stop_token_ids=(answer[middle],))
+    (completion,) = Engine(target, ScriptedDrafter(replay(answer, depth=depth)), tree=FIXED).generate(
+        [PROMPTS[0]], by_id
+    )
+    assert (completion.token_ids, completion.stop_reason) == (answer[: middle + 1], answer[middle])
+
+
+def test_length_and_stop_in_one_block(target):
+    """Stop at 3 with cap 5 in a block of 6: three tokens, `stop`. Stop at 6 with cap 5: five tokens, `length`."""
+    answer = plain(target, PROMPTS[2], sampling(0.9, seed=5, max_tokens=12))
+    assert len(set(answer[:7])) == 7, "the test needs an answer that starts with seven different tokens"
+    drafter = ScriptedDrafter(lambda request, limit: DraftTree.chain(answer[len(request.output_ids) :][:6]))
+    for stop_index, cap, expected, reason in ((3, 5, 4, "stop"), (6, 5, 5, "length"), (4, 5, 5, "stop")):
+        params = sampling(0.9, seed=5, max_tokens=cap, stop_token_ids=(answer[stop_index],))
+        (completion,) = Engine(target, drafter, tree=FIXED).generate([PROMPTS[2]], params)
+        assert (len(completion.token_ids), completion.finish_reason) == (expected, reason)
+
+
+def test_no_end_token_configured(tiny_model):
+    """A model without any end token stops on length only."""
+    model = tiny_model("llama", eos_token_id=None)
+    model.generation_config.eos_token_id = None
+    target = TargetModel.wrap(model)
+    assert target.eos_ids == frozenset()
+    (completion,) = Engine(target, NgramDrafter(), tree=FIXED).generate([PROMPTS[1]], sampling(ignore_eos=False))
+    assert (len(completion.token_ids), completion.finish_reason) == (24, "length")
+
+
+def test_penalties_and_min_tokens_count_tokens_not_steps(target):
+    """With a perfect draft, history-dependent processors see every token of a block, not its last one."""
+    for changes in (
+        {"frequency_penalty": 1.5},
+        {"presence_penalty": 1.5},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"min_tokens": 12, "ignore_eos": False},
+        {"bad_words": ((5, 6), (7,))},
+        {"logit_bias": {5: 4.0, 9: -100.0}},
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"min_p": 0.1},
+    ):
+        for temperature in (0.0, 1.0):
+            params = sampling(temperature, **changes)
+            answer = plain(target, PROMPTS[1], params)
+            engine = Engine(target, ScriptedDrafter(replay(answer, depth=5)), tree=FIXED)
+            (completion,) = engine.generate([PROMPTS[1]], params)
+            assert completion.token_ids == answer
+            assert len(answer) < 6 or max(completion.accepted_lengths) == 6
+
+
+def test_top_k_one_is_greedy_and_seeds_matter_only_when_sampling(target):
+    greedy = plain(target, PROMPTS[0], sampling())
+    assert plain(target, PROMPTS[0], sampling(1.0, top_k=1)) == greedy
+    assert plain(target, PROMPTS[0], sampling(seed=99)) == greedy
+    answers = {plain(target, PROMPTS[0], sampling(1.0, seed=seed)) for seed in range(4)}
+    assert len(answers) == 4
+
+
+def test_unseeded_requests_differ_and_report_their_seed(target):
+    completions = Engine(target).generate([PROMPTS[0]] * 2, sampling(1.0, seed=None))
+    assert completions[0].token_ids != completions[1].token_ids
+    for completion in completions:
+        assert plain(target, PROMPTS[0], sampling(1.0, seed=completion.seed)) == completion.token_ids
+
+
+def test_an_engine_is_reusable_after_success_and_failure(target):
+    """A, B, A in one process, also with an exception in the middle: both A equal, every slot back."""
+    params = sampling(0.7)
+    expected = plain(target, PROMPTS[0], params)
+    fail = {"now": False}
+
+    def script(request, limit):
+        if fail["now"]:
+            raise RuntimeError("planted")
+        return DraftTree.chain(expected[len(request.output_ids) :][:2])
+
+    engine = Engine(target, ScriptedDrafter(script), tree=FIXED)
+    assert engine.generate([PROMPTS[0]], params)[0].token_ids == expected
+    engine.generate(PROMPTS[2:], params)
+    fail["now"] = True
+    with pytest.raises(RuntimeError, match="planted"):
+        engine.generate(PROMPTS, params)
+    fail["now"] = False
+    assert engine._slots.num_free == engine._cache.num_slots
+    assert engine.generate([PROMPTS[0]], params)[0].token_ids == expected
+    assert engine._slots.num_free == engine._cache.num_slots
+
+
+def test_streaming_yields_the_same_tokens(target):
+    params = sampling(0.7)
+    expected = plain(target, PROMPTS[1], params)
+    engine = Engine(target, ScriptedDrafter(replay(expected, depth=3)), tree=FIXED)
+    blocks = list(engine.stream(PROMPTS[1], params))
+    assert tuple(token for block in blocks for token in block) == expected
+    stream = engine.stream(PROMPTS[1], params)
+    next(stream)
+    stream.close()  # a reader that leaves frees its slot
+    assert engine._slots.num_free == engine._cache.num_slots
+
+
+def test_lookup_drafts_repetitions(target):
+    """On a text that repeats, the lookup is accepted and nothing else changes."""
+    prompt = [5, 6, 7, 8, 9, 10] * 5
+    for temperature in (0.0, 1.0):
+        params = sampling(temperature, max_tokens=40, logit_bias={token: 3.0 for token in range(5, 11)})
+        (completion,) = Engine(target, NgramDrafter(), tree=FIXED).generate([prompt], params)
+        assert completion.token_ids == plain(target, prompt, params)
+    assert completion.num_rounds <= len(completion.token_ids)
+
+
+def test_adaptive_trees_follow_the_cost_table(target):
+    """Where width is free every node is kept; where it is dear none is. The tokens are the same."""
+    params = sampling(0.5, max_tokens=20)
+    expected = plain(target, PROMPTS[0], params)
+    widths: dict[str, list[int]] = {}
+    tables = {"free": CostModel.free(), "dear": CostModel(widths=(1, 2), milliseconds=(1.0, 100.0))}
+    for name, cost in tables.items():
+        seen = widths[name] = []
+
+        def script(request, limit):
+            right = expected[len(request.output_ids) :][: limit.max_depth]
+            return DraftTree(
+                tokens=tuple(right), parents=tuple(range(-1, len(right) - 1)), values=(0.5,) * len(right), kind=OneHot()
+            )
+
+        engine = Engine(target, ScriptedDrafter(script), tree=TreeSettings(max_depth=4), cost=cost)
+        original = engine._advance
+
+        def advance(requests, trees, seen=seen, original=original):
+            seen.extend(len(tree) for tree in trees)
+            return original(requests, trees)
+
+        engine._advance = advance
+        assert engine.generate([PROMPTS[0]], params)[0].token_ids == expected
+    assert max(widths["free"]) == 4
+    assert max(widths["dear"]) == 0
+
+
+def test_bad_requests_are_refused_before_anything_runs(target):
+    engine = Engine(target)
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        engine.generate([[5], []], sampling())
+    with pytest.raises(ValueError, match="token id 128: this target has ids 0 to 127"):
+        engine.generate([[128]], sampling())
+    with pytest.raises(ValueError, match="prompt 0 has 250 tokens and asks for 24 more, but at most 256 fit"):
+        engine.generate([[5] * 250], sampling())
+    with pytest.raises(ValueError, match="2 prompts were given 1 sampling"):
+        engine.generate([[5], [6]], [sampling()])
+    with pytest.raises(ValueError, match="no verification rule 'matsch'"):
+        Engine(target, rule="matsch")
+    assert engine.generate([], sampling()) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "message"),
+    [((1, 2), (-1,), "one parent per token"), ((1, 2), (1, -1), "node 0 names parent 1"), ((1,), (-2,), "parent -2")],
+)
+def test_malformed_trees_are_refused(tokens, parents, message):
+    with pytest.raises(ValueError, match=message):
+        DraftTree(tokens=tokens, parents=parents, kind=OneHot())
+    with pytest.raises(ValueError, match="no draft distribution is given"):
+        DraftTree(tokens=(1,), parents=(-1,), kind=Sampled(draft_probs={}))
+
+
+def test_degenerate_trees(target):
+    """A single node, several roots of depth one, a chain, duplicate siblings, more depth than tokens left."""
+    params = sampling(0.6, max_tokens=6)
+    expected = plain(target, PROMPTS[0], params)
+    shapes = (
+        lambda right: DraftTree(tokens=right[:1], parents=(ROOT,) * len(right[:1]), kind=OneHot()),
+        lambda right: DraftTree(tokens=(11, 12, 13, *right[:1]), parents=(ROOT,) * (3 + len(right[:1])), kind=OneHot()),
+        lambda right: DraftTree.chain(tuple(right)),
+        lambda right: DraftTree(tokens=(*right[:1], *right[:1]), parents=(ROOT,) * 2 * len(right[:1]), kind=Coupled()),
+        lambda right: DraftTree.empty(),
+    )
+    for shape in shapes:
+        script = ScriptedDrafter(lambda request, limit, shape=shape: shape(expected[len(request.output_ids) :]))
+        (completion,) = Engine(target, script, tree=FIXED).generate([PROMPTS[0]], params)
+        assert completion.token_ids == expected
+
+
+def test_token_rejection_follows_the_target_through_the_engine(tiny_model):
+    """Sampled chains under the rejection rule, through the whole engine: the joint of two tokens equals the target's.
+
+    V = 8, 2,500 requests, chi-square at 1e-3 over 64 cells: a right engine fails one run in a thousand, and the seeds
+    are fixed. A drafter whose q is far from p is rejected often, so every branch of the rule is taken.
+    """
+    target = TargetModel.wrap(
+        tiny_model("llama", vocab_size=8, eos_token_id=None, pad_token_id=None, bos_token_id=None)
+    )
+    draft = torch.softmax(torch.arange(8.0) * 0.4, dim=0)
+    generator = torch.Generator().manual_seed(0)
+
+    def script(request, limit):
+        depth = min(2, limit.max_depth)
+        if depth == 0:
+            return DraftTree.empty()
+        tokens = tuple(torch.multinomial(draft, depth, replacement=True, generator=generator).tolist())
+        return DraftTree.chain(tokens, Sampled(draft_probs={node: draft for node in range(-1, depth - 1)}))
+
+    num_requests = 2500
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=4, ignore_eos=True) for seed in range(num_requests)]
+    engine = Engine(target, ScriptedDrafter(script), rule="token", tree=FIXED, max_requests=250)
+    completions = engine.generate([[5, 3, 1]] * num_requests, params)
+    counts = torch.zeros(8, 8)
+    for completion in completions:
+        counts[completion.token_ids[1], completion.token_ids[2]] += 1
+    expected = torch.zeros(8, 8)
+    with target.stock() as model, torch.inference_mode():
+        first = torch.softmax(model(input_ids=torch.tensor([[5, 3, 1]])).logits[0, -1], dim=0)
+        for x in range(8):
+            second = torch.softmax(model(input_ids=torch.tensor([[5, 3, 1, x]])).logits[0, -1], dim=0)
+            for y in range(8):
+                third = torch.softmax(model(input_ids=torch.tensor([[5, 3, 1, x, y]])).logits[0, -1], dim=0)
+                expected[y] += first[x] * second[y] * third
+    expected = expected * num_requests
+    cells = expected > 4
+    chi_square = (((counts - expected) ** 2 / expected)[cells]).sum().item()
+    degrees = int(cells.sum())
+    # Wilson-Hilferty bound of the chi-square quantile at 0.999.
+    bound = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
+    assert chi_square < bound
+    assert any(length > 1 for completion in completions for length in completion.accepted_lengths)
+
+
+def test_hybrid_needs_distinct_drafters():
+    with pytest.raises(ValueError, match="different names"):
+        HybridDrafter([NgramDrafter(), NgramDrafter()])
+
+
+def test_nothing_is_left_behind_by_many_generations(target):
+    """Answers of mixed length, some cut off by the reader: slots return and no tensor stays alive."""
+
+    def num_tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+    engine = Engine(target, NgramDrafter(), tree=FIXED, max_requests=2, max_length=80)
+    counts = []
+    for number in range(30):
+        params = sampling(0.8, seed=number, max_tokens=4 + number % 9)
+        if number % 3 == 0:
+            stream = engine.stream(PROMPTS[number % 4], params)
+            next(stream)
+            stream.close()
+        else:
+            engine.generate(PROMPTS[: 1 + number % 4], params)
+        assert engine._slots.num_free == engine._cache.num_slots
+        counts.append(num_tensors())
+    assert counts[-1] <= counts[9], "tensors pile up from one generation to the next"
