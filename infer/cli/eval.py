@@ -1,0 +1,101 @@
+"""`headstart eval`: measure acceptance on held-out prompts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from infer.cli import common
+from infer.evaluate import Acceptance, AcceptanceReport, evaluate, limit_per_domain, render_prompts
+from infer.prompts import load_prompts
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HELP = """\
+Decode prompts with a head and report how many draft tokens the target accepts: by position in the
+draft, by domain, by temperature and by context length, with and without answers that loop. Trees do
+not adapt to this machine (unless --adaptive is given), so the figures are the head's own."""
+
+EXAMPLE = """\
+headstart eval runs/demo/best
+headstart eval runs/demo/best --prompts prompts.jsonl --temperature 0 0.7 1 --json acceptance.json"""
+
+_MAX_POSITIONS = 6  # as many as fit 80 columns; --json has them all
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add_engine_arguments(parser)
+    common.add_prompts_arguments(parser, limit=None)
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="prompts decoded at once (default: 8)")
+    common.add_tree_arguments(parser)
+    common.add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from tqdm import tqdm
+
+    chats = limit_per_domain(load_prompts(args.prompts), args.limit)
+    target = common.load_target(args)
+    prompts = render_prompts(target.tokenizer, chats, raw=args.raw)
+    engine = common.build_engine(args, target, max_requests=args.batch, adaptive=False)
+    with tqdm(unit=" tokens", disable=None) as bar:
+        report = evaluate(
+            engine,
+            prompts,
+            temperatures=args.temperature,
+            max_tokens=args.max_tokens,
+            seed=args.seed,
+            progress=bar.update,
+        )
+    console = Console()
+    for table in tables(report):
+        console.print(table, "")
+    console.print(
+        f"{report.num_answers} answers, {report.num_looping} of them looping, "
+        f"{report.num_completion_tokens} tokens. Definition: {report.definition}.",
+        soft_wrap=True,
+    )
+    settings = {
+        "target": target.name,
+        "head": str(args.head),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "max_tokens": args.max_tokens,
+        "seed": args.seed,
+        "batch": args.batch,
+        "raw": args.raw,
+        "rule": engine.rule.name,
+        "lossless": engine.rule.lossless,
+        "tree": asdict(engine.tree),
+    }
+    common.write_json(args.json, {**settings, **report.to_dict()})
+    return 0
+
+
+def tables(report: AcceptanceReport) -> list[Table]:
+    """Overall figures, then the breakdowns that have more than one entry."""
+    depth = min(_MAX_POSITIONS, len(report.overall.by_position))
+    overall = {"all answers": report.overall}
+    if report.num_looping:
+        overall["without looping answers"] = report.without_loops
+    result = [_table("accepted length, and share of rounds accepted at each draft position", overall, depth)]
+    breakdowns: Sequence[tuple[str, Mapping[Any, Acceptance]]] = (
+        ("domain", report.by_domain),
+        ("temperature", report.by_temperature),
+        ("context length", report.by_context),
+    )
+    return result + [_table(f"by {title}", pools, depth) for title, pools in breakdowns if len(pools) > 1]
+
+
+def _table(title: str, pools: Mapping[Any, Acceptance], depth: int) -> Table:
+    """One row a pool: accepted length, then the share of rounds that reached each draft position."""
+    positions = range(1, depth + 1)
+    table = common.plain_table(title, "", ("rounds", "tokens", "length", *(f"at {d}" for d in positions)))
+    for name, pool in pools.items():
+        shares = [f"{pool.at_position(position):.2f}" for position in positions]
+        label = f"{name:g}" if isinstance(name, float) else str(name)
+        table.add_row(label, str(pool.num_rounds), str(pool.num_tokens), f"{pool.accepted_length:.2f}", *shares)
+    return table

@@ -1,0 +1,183 @@
+"""`headstart generate`: complete prompts with a target and a head."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infer.chat import render_prompt
+from infer.cli import common
+from infer.prompts import load_prompts
+from infer.request import Completion
+from infer.sampling import SamplingParams
+from infer.stopping import TextStream
+
+if TYPE_CHECKING:
+    from infer.engine import Engine
+
+HELP = """\
+Answer one prompt or a file of prompts. A single answer is printed as it is written. With the default
+rule the tokens are those of plain decoding with the same seed, at any temperature: `--no-draft` shows
+it."""
+
+EXAMPLE = """\
+headstart generate runs/demo/best --prompt "Why is the sky blue?"
+headstart generate runs/demo/best --prompt "Write a haiku." --temperature 0.8 --seed 7 --show-accepted
+headstart generate ngram --target models/smollm2-135m --prompts prompts.jsonl --json answers.json"""
+
+_GREEN, _RESET = "\x1b[32m", "\x1b[0m"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prompt:
+    token_ids: list[int]
+    domain: str | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add_engine_arguments(parser)
+    source = parser.add_argument_group("prompt").add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="the user's message")
+    source.add_argument("--prompt-file", type=Path, metavar="FILE", help="a text file that holds the user's message")
+    source.add_argument(
+        "--prompts", type=Path, metavar="FILE", help='many prompts, as JSON lines {"domain", "messages"}'
+    )
+    parser.add_argument("--raw", action="store_true", help="encode the text without the chat template")
+    parser.add_argument("--no-draft", action="store_true", help="decode plainly, for comparison")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="prompts decoded at once (default: 1)")
+    parser.add_argument(
+        "--show-accepted",
+        action="store_true",
+        help="colour the tokens that were drafted and accepted green; the target's own stay plain",
+    )
+    common.add_sampling_arguments(parser)
+    common.add_tree_arguments(parser)
+    common.add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    chats = _read_chats(args)
+    params = [common.sampling_params(args, index=index) for index in range(len(chats))]
+    target = common.load_target(args)
+    prompts = [
+        _Prompt(token_ids=render_prompt(target.tokenizer, messages, raw=args.raw), domain=domain)
+        for domain, messages in chats
+    ]
+    engine = common.build_engine(args, target, head="none" if args.no_draft else None, max_requests=args.batch)
+    start = time.perf_counter()
+    if len(prompts) == 1:
+        completions = [_stream(engine, prompts[0].token_ids, params[0], show_accepted=args.show_accepted)]
+    else:
+        completions = engine.generate([prompt.token_ids for prompt in prompts], params)
+        _print_all(engine, prompts, completions, show_accepted=args.show_accepted)
+    common.note(summary(completions, params[0], seconds=time.perf_counter() - start))
+    entries = zip(completions, params, prompts, strict=True)
+    common.write_json(args.json, [to_dict(answer, drawn, domain=prompt.domain) for answer, drawn, prompt in entries])
+    return 0
+
+
+def to_dict(completion: Completion, params: SamplingParams, *, domain: str | None = None) -> dict[str, Any]:
+    """One entry of the --json list."""
+    values = {
+        "token_ids": list(completion.token_ids),
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "num_rounds": completion.num_rounds,
+        "accepted_lengths": list(completion.accepted_lengths),
+        "tokens_per_second": completion.tokens_per_second,
+        "seed": completion.seed,
+        "seed_used": not params.greedy,
+        "lossless": completion.lossless,
+    }
+    return values if domain is None else {**values, "domain": domain}
+
+
+def summary(completions: Sequence[Completion], params: SamplingParams, *, seconds: float) -> str:
+    """The line after the answers: how many tokens, how fast, in rounds of what length, from which seed."""
+    num_tokens = sum(len(completion.token_ids) for completion in completions)
+    rounds = [length for completion in completions for length in completion.accepted_lengths[1:]]
+    parts = [f"{num_tokens} tokens", f"{num_tokens / seconds:.1f} tokens/s"]
+    if rounds:
+        parts.append(f"accepted length {sum(rounds) / len(rounds):.2f}")
+    seeds = [completion.seed for completion in completions]
+    if params.greedy:
+        parts.append("greedy (no randomness: the seed is unused)")
+    elif len(seeds) == 1:
+        parts.append(f"seed {seeds[0]}")
+    else:
+        parts.append("random seeds (see --json)" if params.seed is None else f"seeds {seeds[0]} to {seeds[-1]}")
+    if not all(completion.lossless for completion in completions):
+        parts.append("NOT lossless: this rule changes what the target would say")
+    return "[" + ", ".join(parts) + "]"
+
+
+class AcceptedText:
+    """Text with the tokens that were drafted and accepted in green: all of a round's tokens but the last,
+    which is the target's own. A character spread over tokens has its last token's colour."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._stream = TextStream(tokenizer)
+
+    def push_round(self, token_ids: Sequence[int]) -> str:
+        *drafted, own = token_ids
+        text = self._stream.push(drafted)
+        return (f"{_GREEN}{text}{_RESET}" if text else "") + self._stream.push([own])
+
+    def flush(self) -> str:
+        return self._stream.flush()
+
+
+def accepted_text(tokenizer: Any, completion: Completion) -> str:
+    """All tokens of an answer, coloured."""
+    coloured = AcceptedText(tokenizer)
+    ends = list(accumulate(completion.accepted_lengths))
+    rounds = [completion.token_ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return "".join([*map(coloured.push_round, rounds), coloured.flush()])
+
+
+def _read_chats(args: argparse.Namespace) -> list[tuple[str | None, list[dict[str, str]]]]:
+    """(domain, messages) of every prompt."""
+    if args.prompts is not None:
+        return [(prompt.domain, list(prompt.messages)) for prompt in load_prompts(args.prompts)]
+    text = args.prompt if args.prompt is not None else args.prompt_file.read_text(encoding="utf-8")
+    if not text.strip():
+        raise ValueError("the prompt is empty: give some text")
+    return [(None, [{"role": "user", "content": text}])]
+
+
+def _stream(engine: Engine, prompt: list[int], params: SamplingParams, *, show_accepted: bool) -> Completion:
+    """Answer one prompt, printing as it goes."""
+    (request,) = engine.submit([prompt], params)
+    coloured = AcceptedText(engine.target.tokenizer)
+    num_rounds = num_seen = 0
+    try:
+        while request.finish_reason is None:
+            engine.step()
+            if not show_accepted:
+                print(request.stopper.take_delta(), end="", flush=True)
+                continue
+            for length in request.accepted_lengths[num_rounds:]:
+                round_ids = request.output_ids[num_seen : num_seen + length]
+                print(coloured.push_round(round_ids), end="", flush=True)
+                num_rounds, num_seen = num_rounds + 1, num_seen + length
+    finally:
+        if request.finish_reason is None:
+            engine.abort()
+        print(coloured.flush(), flush=True)
+    return request.completion()
+
+
+def _print_all(
+    engine: Engine, prompts: Sequence[_Prompt], completions: Sequence[Completion], *, show_accepted: bool
+) -> None:
+    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), start=1):
+        title = f"--- {number}" + (f" ({prompt.domain})" if prompt.domain else "")
+        text = accepted_text(engine.target.tokenizer, completion) if show_accepted else completion.text
+        sys.stdout.write(f"{title}\n{text}\n")
