@@ -1,0 +1,86 @@
+"""Attention of the unrolled head in training: causal over the true prefix, plus a diagonal of its own steps.
+
+At step 0 every row gives a key and a value, computed from the target's features: the context. At step s a row
+attends to the context up to its own position and to its own rows of steps 1..s (the diagonal), exactly what it would
+see when decoding. Rows are packed: sequences lie one after another, without padding.
+
+Shapes: R context rows, Q query rows, G query heads a key-value head, Hkv key-value heads, D head dimension,
+T context rows of one sequence, S diagonal steps so far.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+
+class UnrolledAttention:
+    """An `Attend` for `Eagle3Head.forward`: the first call lays down the context, later ones add a diagonal step."""
+
+    def __init__(self, lengths: Sequence[int], rows: torch.Tensor) -> None:
+        """`lengths` of the packed sequences; `rows` [Q] ascending indices of the context rows that are queries."""
+        self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        self._rows = rows
+        self._context: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._diagonal: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(self, kept: torch.Tensor) -> None:
+        """Go on with some of the query rows: `kept` indexes into the present ones."""
+        self._rows = self._rows[kept]
+        self._diagonal = [(key[kept], value[kept]) for key, value in self._diagonal]
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """query [Q, Hq, D]; key and value [R, Hkv, D] on the first call, [Q, Hkv, D] later -> [Q, Hq, D]."""
+        if self._context is None:
+            self._context = (key, value)
+        else:
+            self._diagonal.append((key, value))
+        context_key, context_value = self._context
+        if self._diagonal:
+            diagonal_key = torch.stack([key for key, _ in self._diagonal], dim=1)  # [Q, S, Hkv, D]
+            diagonal_value = torch.stack([value for _, value in self._diagonal], dim=1)
+        else:
+            diagonal_key = diagonal_value = query.new_zeros(query.shape[0], 0, *context_key.shape[1:])
+        bounds = torch.searchsorted(self._rows, torch.tensor(self._starts, device=self._rows.device)).tolist()
+        outputs = []
+        for index, (first, last) in enumerate(itertools.pairwise(bounds)):
+            if first == last:
+                continue
+            start, stop = self._starts[index], self._starts[index + 1]
+            outputs.append(
+                attend_sequence(
+                    query[first:last],
+                    context_key[start:stop],
+                    context_value[start:stop],
+                    diagonal_key[first:last],
+                    diagonal_value[first:last],
+                    self._rows[first:last] - start,
+                )
+            )
+        return torch.cat(outputs) if outputs else torch.zeros_like(query)
+
+
+def attend_sequence(
+    query: torch.Tensor,
+    context_key: torch.Tensor,
+    context_value: torch.Tensor,
+    diagonal_key: torch.Tensor,
+    diagonal_value: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """One sequence: query [Q, Hq, D], context [T, Hkv, D], diagonal [Q, S, Hkv, D], positions [Q] -> [Q, Hq, D]."""
+    num_queries, num_heads, head_dim = query.shape
+    length, num_kv_heads, _ = context_key.shape
+    folded = query.view(num_queries, num_kv_heads, -1, head_dim).transpose(0, 1)  # [Hkv, Q, G, D]
+    scaled = (folded * head_dim**-0.5).reshape(num_kv_heads, -1, head_dim)  # [Hkv, Q*G, D]
+    scores = (scaled @ context_key.permute(1, 2, 0)).view(num_kv_heads, num_queries, -1, length)
+    future = torch.arange(length, device=positions.device) > positions[:, None]  # [Q, T]
+    scores = scores.masked_fill(future[:, None, :], float("-inf"))
+    grouped = scaled.view(num_kv_heads, num_queries, -1, head_dim)  # [Hkv, Q, G, D]
+    own = grouped @ diagonal_key.permute(2, 0, 3, 1)  # [Hkv, Q, G, S]
+    weights = torch.cat([scores, own], dim=-1).softmax(dim=-1)
+    attended = weights[..., :length].reshape(num_kv_heads, -1, length) @ context_value.transpose(0, 1)
+    attended = attended.view_as(grouped) + weights[..., length:] @ diagonal_value.permute(2, 0, 1, 3)
+    return attended.transpose(0, 1).reshape(num_queries, num_heads, head_dim)

@@ -1,0 +1,42 @@
+"""`headstart train`: run a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+HELP = "train a draft head on a frozen target"
+EXAMPLE = "headstart train smollm2-135m-eagle3-demo"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="a recipe file, or the name of a shipped recipe")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the recipe's")
+    parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder that holds runs (default: runs)")
+    parser.add_argument("--json", type=Path, help="also write the summary to this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    from configs.loading import load_config
+    from train.report import describe_run
+    from train.trainer import train
+
+    config = load_config(args.recipe, args.overrides)
+    summary = train(
+        config,
+        runs_folder=args.runs,
+        resume=args.resume,
+        notice=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    folder = args.runs / config.name
+    print(describe_run(folder))
+    print(f"wrote {folder}/best")
+    if args.json is not None:
+        args.json.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    if summary["status"] == "interrupted":
+        print(f"interrupted; go on with: headstart train {args.recipe} --resume", file=sys.stderr)
+        return 130
+    return 0

@@ -1,0 +1,156 @@
+"""From data files to training rows, held-out rows and held-out prompts, with an account of every conversation.
+
+The order in which rows are visited is a function of (seed, visit number) alone, so a run that is resumed at visit n
+goes on exactly where it stopped and no position in any file needs to be remembered.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from configs.schema import DataConfig
+from infer.chat import Rendered, render_prompt
+from infer.evaluate import EvalPrompt
+from train.conversations import (
+    Conversation,
+    LoadReport,
+    TrainingRow,
+    decontaminate,
+    load_conversations,
+    masked_runs,
+    split_holdout,
+    tokenize_conversations,
+)
+from train.text_filters import repeated_share
+
+UNKNOWN_DOMAIN = "other"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """`account` tells what became of every conversation; `label_counts` the tokens under the loss, by id."""
+
+    rows: list[Rendered]
+    held_out: list[Rendered]
+    prompts: list[EvalPrompt]
+    account: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+    @property
+    def label_counts(self) -> Counter[int]:
+        counts: Counter[int] = Counter()
+        for row in self.rows:
+            for run in masked_runs(row):
+                counts.update(run)
+        return counts
+
+
+def load_data(settings: DataConfig, tokenizer: Any, *, seed: int) -> TrainingData:
+    """Read, clean, split and render. Evaluation prompts of the shipped set are never trained on."""
+    report = LoadReport()
+    conversations = _read(settings.train, report)
+    conversations = decontaminate(conversations, report)
+    random.Random(seed).shuffle(conversations)
+    if settings.max_conversations is not None:
+        conversations = conversations[: settings.max_conversations]
+    if settings.eval:
+        held_out = _read(settings.eval, LoadReport())
+        held_keys = {conversation.prompt_key for conversation in held_out}
+        train = [one for one in conversations if one.prompt_key not in held_keys]
+    else:
+        train, held_out = split_holdout(conversations, settings.holdout_fraction)
+    held_out = held_out[: settings.max_holdout]
+    account: dict[str, Any] = {
+        "conversations_read": report.rows_in,
+        "dropped_in_reading": {reason: len(lines) for reason, lines in report.dropped.items()},
+        "held_out": len(held_out),
+    }
+    rows = _usable(tokenize_conversations(train, tokenizer, settings.max_length), settings, account)
+    held_rows = tokenize_conversations(held_out, tokenizer, settings.max_length)
+    prompts = _prompts(held_out, tokenizer, settings.max_length)
+    if not prompts:
+        raise ValueError(
+            "no held-out prompt is left to choose the best head by: raise data.holdout_fraction or data.max_length, "
+            "or name a file in data.eval"
+        )
+    account |= {
+        "rows": len(rows),
+        "tokens": sum(len(row.token_ids) for row in rows),
+        "label_tokens": sum(row.num_supervised for row in rows),
+    }
+    return TrainingData(rows=rows, held_out=held_rows, prompts=prompts, account=account)
+
+
+def _read(sources: Sequence[str], report: LoadReport) -> list[Conversation]:
+    conversations: list[Conversation] = []
+    for source in sources:
+        found, part = load_conversations(source)
+        conversations.extend(found)
+        report.rows_in += part.rows_in
+        report.kept += part.kept
+        for reason, lines in part.dropped.items():
+            report.dropped[reason].extend(lines)
+    return conversations
+
+
+def _usable(rows: list[Rendered], settings: DataConfig, account: dict[str, Any]) -> list[Rendered]:
+    """Rows with enough labels and without loops; greedy answers of small models loop, and looping text flatters."""
+    kept, too_short, looping = [], 0, 0
+    for row in rows:
+        runs = list(masked_runs(row))
+        if row.num_supervised < settings.min_label_tokens:
+            too_short += 1
+        elif max(repeated_share(run) for run in runs) > settings.max_repeat_fraction:
+            looping += 1
+        else:
+            kept.append(row)
+    account["dropped_few_labels"], account["dropped_repetitive"] = too_short, looping
+    if not kept:
+        raise ValueError(
+            f"no training row is left: {too_short} have fewer than {settings.min_label_tokens} labels and {looping} "
+            f"repeat themselves in more than {settings.max_repeat_fraction:.0%} of an answer"
+        )
+    return kept
+
+
+def _prompts(conversations: Sequence[Conversation], tokenizer: Any, max_length: int) -> list[EvalPrompt]:
+    """Each held-out conversation up to its last answer."""
+    prompts = []
+    for conversation in conversations:
+        messages = conversation.messages
+        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        token_ids = render_prompt(tokenizer, messages[:last])
+        if len(token_ids) < max_length:
+            prompts.append(EvalPrompt(token_ids=tuple(token_ids), domain=conversation.domain or UNKNOWN_DOMAIN))
+    return prompts
+
+
+class VisitOrder:
+    """Which row is visited at visit n: every epoch a fresh permutation drawn from (seed, epoch)."""
+
+    def __init__(self, num_rows: int, *, seed: int) -> None:
+        self._num_rows, self._seed = num_rows, seed
+        self._permutation = lru_cache(maxsize=2)(self._permute)
+
+    def __getitem__(self, visit: int) -> int:
+        epoch, place = divmod(visit, self._num_rows)
+        return self._permutation(epoch)[place]
+
+    def _permute(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+        return torch.randperm(self._num_rows, generator=generator).tolist()
+
+
+def source_of(row: Rendered) -> str:
+    """Where a row came from, for error messages."""
+    return row.conversation.source if isinstance(row, TrainingRow) else "unknown source"

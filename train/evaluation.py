@@ -1,0 +1,101 @@
+"""How good a head is on held-out text: acceptance by the real decode loop, and teacher-forced agreement.
+
+The decode loop's accepted length chooses checkpoints (definitions: `infer.evaluate`). It drafts a plain chain of fixed
+depth, so that the figure depends on the head alone, not on the machine's speed or on how trees are grown.
+
+    agreement   share of held-out labels at which the head's most likely token is the target's (both within the draft
+                vocabulary), at each depth of the unrolling
+    overlap     mean probability that a token sampled from the head is accepted, at each depth
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from configs.schema import EvalConfig
+from heads.eagle3 import Eagle3Head
+from infer.cost import CostModel
+from infer.drafters.base import TreeSettings
+from infer.drafters.head import HeadDrafter
+from infer.engine import Engine
+from infer.evaluate import AcceptanceReport, EvalPrompt, evaluate
+from infer.target import TargetModel
+from train.unroll import Batch, Teacher, plan_rows, unrolled_loss, unrolled_states
+
+CHAIN_DEPTH = 5
+
+
+def decoding_copy(head: Eagle3Head, target: TargetModel) -> Eagle3Head:
+    """The head as it is served: in the target's dtype, on its device, apart from the one in training."""
+    twin = copy.deepcopy(head).to(device=target.device, dtype=target.dtype)
+    return twin.bind(target.embedding_weight).eval()
+
+
+def decode_acceptance(
+    target: TargetModel, head: Eagle3Head, prompts: Sequence[EvalPrompt], settings: EvalConfig
+) -> AcceptanceReport:
+    """Acceptance of a chain of `CHAIN_DEPTH` drafts on the first held-out prompts."""
+    prompts = prompts[: settings.prompts]
+    engine = Engine(
+        target,
+        HeadDrafter(decoding_copy(head, target)),
+        max_requests=len(prompts),
+        tree=TreeSettings.chain(CHAIN_DEPTH),
+        cost=CostModel.free(),
+    )
+    return evaluate(
+        engine,
+        prompts,
+        temperatures=settings.temperatures,
+        max_tokens=settings.max_tokens,
+        seed=settings.seed,
+    )
+
+
+@torch.no_grad()
+def teacher_forced(
+    head: Eagle3Head, batches: Sequence[Batch], teacher: Teacher, *, num_steps: int
+) -> dict[str, list[float]]:
+    """Agreement and overlap by depth over held-out rows."""
+    agreeing, overlapping, counted = [0.0] * num_steps, [0.0] * num_steps, [0] * num_steps
+    for batch in batches:
+        plan = plan_rows(batch.loss_mask, batch.lengths, num_steps)
+        _, figures = unrolled_loss(head, batch, plan, teacher, loss="lk", step_weights=[1.0] * num_steps, compare=True)
+        for one in figures:
+            agreeing[one.step] += float(one.figures.agrees.sum())
+            overlapping[one.step] += float(one.figures.overlap.sum())
+            counted[one.step] += len(one.rows)
+    depths = list(itertools.takewhile(lambda depth: counted[depth], range(num_steps)))
+    return {
+        "agreement": [agreeing[depth] / counted[depth] for depth in depths],
+        "overlap": [overlapping[depth] / counted[depth] for depth in depths],
+    }
+
+
+@torch.no_grad()
+def simulate_rounds(head: Eagle3Head, batch: Batch, *, depth: int) -> list[int]:
+    """Lengths of the rounds in which a greedy chain of `depth` drafts would have decoded one greedy answer.
+
+    Computed from the training graph on the finished text (one sequence whose answer runs to its end). In float32 it
+    must equal the decode loop's rounds exactly: a difference means that training and serving compute different things.
+    """
+    length = len(batch)
+    start = int(batch.loss_mask.nonzero()[0])
+    plan = plan_rows(batch.loss_mask, batch.lengths, depth)
+    states = unrolled_states(head, batch, plan)
+    matched = []  # matched[step]: rows whose draft at this step is the text's own token
+    for step, (rows, step_states) in enumerate(zip(plan, states, strict=True)):
+        drafted = head.target_ids[head.logits(step_states).argmax(-1)]
+        matched.append(set(rows[drafted == batch.token_ids[rows + 2 + step]].tolist()))
+    rounds, position = [], start  # position of the last emitted token; prefill emits the answer's first
+    while position + 1 < length:
+        row = position - 1
+        num_accepted = len(list(itertools.takewhile(bool, (row in rows for rows in matched))))
+        emitted = min(num_accepted + 1, length - 1 - position)
+        rounds.append(emitted)
+        position += emitted
+    return rounds

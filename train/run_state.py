@@ -1,0 +1,136 @@
+"""What a checkpoint holds besides the head, and when a run may go on from it.
+
+The file is `last/trainer.pt`, written in the same atomic step as the head beside it. The best value so far is not in
+it: it is read from `best/` itself, so that no restart can forget it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.loading import dump_config, parse_config
+from configs.schema import RunConfig
+from heads.checkpoint import read_card, recover_folder
+from train.schedule import Progress
+
+STATE_FILE = "trainer.pt"
+STATE_VERSION = 1
+
+# Settings that may differ when a run is resumed: budgets, bookkeeping, and where things are on this machine.
+_FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
+    "train": (
+        "minutes",
+        "steps",
+        "epochs",
+        "feature_cache",
+        "feature_cache_gb",
+        "log_every",
+        "num_evaluations",
+        "eval_every",
+        "patience",
+        "save_every",
+        "save_minutes",
+    ),
+    "tracking": ("wandb", "project", "entity", "group", "tags"),
+    "target": ("model", "device", "dtype"),
+    "data": ("train", "eval"),
+}
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """`identity` is what must be the same for the steps to be: hashes of data and target, and the target's dtype.
+
+    stale_evaluations: evaluations since the best one. run_id: the tracker's, kept across restarts.
+    """
+
+    config: RunConfig
+    identity: dict[str, str]
+    progress: Progress = field(default_factory=Progress)
+    stale_evaluations: int = 0
+    run_id: str | None = None
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        values = {
+            "version": STATE_VERSION,
+            "config": dump_config(self.config),
+            "identity": self.identity,
+            "progress": asdict(self.progress),
+            "stale_evaluations": self.stale_evaluations,
+            "run_id": self.run_id,
+            "optimizer": self.optimizer,
+        }
+        torch.save(values, folder / STATE_FILE)
+
+    @classmethod
+    def read(cls, run_folder: Path) -> RunState:
+        """The state of the last checkpoint; ValueError if there is none or it is not whole."""
+        path = recover_folder(run_folder / "last") / STATE_FILE
+        if not path.is_file():
+            raise ValueError(f"there is nothing to resume in {run_folder}: {path} does not exist")
+        try:
+            values: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        if values.get("version") != STATE_VERSION:
+            raise ValueError(
+                f"{path} has version {values.get('version')!r}, this headstart resumes version {STATE_VERSION}"
+            )
+        return cls(
+            config=parse_config(values["config"]),
+            identity=values["identity"],
+            progress=Progress(**values["progress"]),
+            stale_evaluations=values["stale_evaluations"],
+            run_id=values["run_id"],
+            optimizer=values["optimizer"],
+        )
+
+    def check_config(self, config: RunConfig) -> None:
+        """A resumed run must mean the same training."""
+        then, now = asdict(self.config), asdict(config)
+        changed = [
+            f"{section}.{key}"
+            for section, settings in now.items()
+            if isinstance(settings, dict)
+            for key, value in settings.items()
+            if key not in _FREE_ON_RESUME.get(section, ()) and value != then[section][key]
+        ]
+        if changed:
+            raise ValueError(
+                f"cannot resume {config.name} with other settings ({', '.join(changed)}): give the old ones, "
+                "or start a new run with another name and head.init_from"
+            )
+
+    def check_identity(self, identity: Mapping[str, str], run_folder: Path) -> None:
+        for name, value in identity.items():
+            if self.identity.get(name) != value:
+                raise ValueError(
+                    f"cannot resume {run_folder}: its {name.replace('_', ' ')} was {self.identity.get(name)}, "
+                    f"now it is {value}. Start a new run from its head instead: head.init_from={run_folder / 'last'}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best head so far, as its own folder tells."""
+
+    accepted_length: float
+    step: int
+
+    @classmethod
+    def read(cls, run_folder: Path) -> Best | None:
+        folder = recover_folder(run_folder / "best")
+        if not folder.exists():
+            return None
+        card = read_card(folder)
+        return cls(accepted_length=float(card.acceptance["accepted_length"]), step=int(card.training["step"]))
+
+    def beaten_by(self, accepted_length: float, step: int) -> bool:
+        """An evaluation repeated after a restart is the best if it was the best before."""
+        return accepted_length > self.accepted_length or step == self.step
