@@ -303,7 +303,6 @@ class Eagle3Head(nn.Module):
 
     d2t: torch.Tensor
     t2d: torch.Tensor
-    inverse_frequencies: torch.Tensor
 
     def __init__(self, config: Eagle3Config, vocabulary: DraftVocabulary) -> None:
         super().__init__()
@@ -321,7 +320,8 @@ class Eagle3Head(nn.Module):
         self.register_buffer("d2t", vocabulary.d2t)
         self.register_buffer("t2d", vocabulary.t2d)
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        self.register_buffer("inverse_frequencies", (config.rope_theta**-exponents).float(), persistent=False)
+        # Not a buffer: `to(bfloat16)` would round it, and angles at position 1,000 would be off by a radian.
+        self._inverse_frequencies = (config.rope_theta**-exponents).float()
         self._embedding: torch.Tensor | None = None
 
     def bind(self, embedding_weight: torch.Tensor) -> Eagle3Head:
@@ -377,7 +377,7 @@ class Eagle3Head(nn.Module):
         return cast(torch.Tensor, self.lm_head(self.norm(states)))
 
     def _rotary(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
-        angles = positions.float()[..., None] * self.inverse_frequencies  # [..., D/2]
+        angles = positions.float()[..., None] * self._inverse_frequencies.to(positions.device)  # [..., D/2]
         angles = torch.cat([angles, angles], dim=-1)[..., None, :]  # [..., 1, D]
         return angles.cos().to(dtype), angles.sin().to(dtype)
 

@@ -143,6 +143,16 @@ def test_only_differences_of_positions_matter(head: Eagle3Head) -> None:
     torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
 
 
+def test_angles_survive_a_change_of_dtype(head: Eagle3Head) -> None:
+    """A head served in bfloat16 turns by the angles it was trained with (its frequencies were once rounded with its
+    weights, and angles at position 1,000 were off by more than a radian)."""
+    positions = torch.tensor([1, 300, 1000])
+    cos, sin = head._rotary(positions, torch.float32)
+    narrow_cos, narrow_sin = head.to(torch.bfloat16)._rotary(positions, torch.float32)
+    torch.testing.assert_close(narrow_cos, cos)
+    torch.testing.assert_close(narrow_sin, sin)
+
+
 def test_rotation_keeps_lengths() -> None:
     vectors = torch.randn(5, 3, 8)
     angles = torch.randn(5, 1, 4).repeat(1, 1, 2)
