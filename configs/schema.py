@@ -47,7 +47,7 @@ class TargetConfig:
     dtype: DTypeName = "auto"
     """Precision of the target; `auto` is bfloat16 where the device computes it quickly, else float32."""
     device: str = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    """`auto` (a GPU if there is one, else the CPU), `cpu`, `mps`, `cuda` or `cuda:N`."""
 
     def __post_init__(self) -> None:
         _require_text("target.model", self.model, "a model folder or a model name")
@@ -108,7 +108,7 @@ class HeadSettings:
     """Hidden states fed to the head, as Hugging Face indices (0 is the embeddings, i the output of layer i
     counted from 1); null for a low, a middle and a high layer."""
     num_layers: int = 1
-    """Decoder layers in the head."""
+    """Decoder layers in the head; EAGLE-3 has one."""
     init: HeadInit = "target"
     """`target` copies attention and MLP of the target's last layer where shapes allow; `random` does not."""
     init_from: str | None = None
@@ -116,7 +116,8 @@ class HeadSettings:
 
     def __post_init__(self) -> None:
         _require_at_least("head.draft_vocab_size", self.draft_vocab_size, 16)
-        _require_at_least("head.num_layers", self.num_layers, 1)
+        if self.num_layers != 1:
+            raise ValueError(f"head.num_layers is {self.num_layers}; an eagle3 head has 1 decoder layer")
         if self.taps is not None:
             if not self.taps:
                 raise ValueError("head.taps is empty; name at least one layer, or null for the default three")
@@ -253,7 +254,8 @@ class TrackingConfig:
     """Where the curves go besides the run's own `metrics.jsonl`."""
 
     wandb: TrackingMode = "auto"
-    """auto: online if logged in, else offline if installed, else nothing; required: fail unless it works."""
+    """auto: online if logged in, else offline if installed, else nothing; online: refused without a key, offline if
+    the service cannot be reached; required: fail unless it works."""
     project: str = "headstart"
     entity: str | None = None
     group: str | None = None

@@ -115,8 +115,9 @@ def save_head(
         raise ValueError(f"refusing to save empty or non-finite tensors: {', '.join(broken)}")
     native = head.config.to_native() | {"torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch.")}
     folder.parent.mkdir(parents=True, exist_ok=True)
+    for stale in folder.parent.glob(f".{folder.name}.new-*"):  # of saves that were killed: a folder has one writer
+        shutil.rmtree(stale, ignore_errors=True)
     staging = folder.parent / f".{folder.name}.new-{os.getpid()}"
-    shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
         save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -139,7 +140,7 @@ def load_head(
     dtype: torch.dtype | None = None,
 ) -> tuple[Eagle3Head, HeadCard]:
     """Read a folder written by `save_head`; with `embedding_weight` (the target's, [V, H]) the head is ready to run."""
-    folder = recover_folder(Path(folder))
+    folder = present_folder(Path(folder))
     card = read_card(folder)
     native = _read_json(folder / CONFIG_FILE)
     family = FAMILIES[family_of_config(native)]
@@ -154,7 +155,7 @@ def load_head(
 
 def read_card(folder: Path | str) -> HeadCard:
     """The card alone: enough to find and check the target before any tensor is read."""
-    folder = recover_folder(Path(folder))
+    folder = present_folder(Path(folder))
     if not (folder / CARD_FILE).is_file():
         raise ValueError(f"{folder} is not an augmented model folder: it has no {CARD_FILE}")
     return HeadCard.from_dict(_read_json(folder / CARD_FILE))
@@ -204,8 +205,17 @@ def load_tensors(head: Eagle3Head, tensors: Mapping[str, torch.Tensor], *, sourc
     head.load_state_dict(dict(given))
 
 
+def present_folder(folder: Path) -> Path:
+    """Where the content of `folder` is: in it, or under the name that it has between a save's two renames.
+
+    For readers. They must not rename: a save that is still alive would find its place taken.
+    """
+    previous = _previous(folder)
+    return previous if not folder.exists() and previous.exists() else folder
+
+
 def recover_folder(folder: Path) -> Path:
-    """Undo a save that died between its two renames: the previous folder is still there under another name."""
+    """Undo a save that died between its two renames. For the folder's one writer; readers use `present_folder`."""
     previous = _previous(folder)
     if not folder.exists() and previous.exists():
         previous.rename(folder)

@@ -3,8 +3,10 @@
 One process, one set of weights, one prompt at a time. Every method answers a prompt before the next prompt is
 taken, in an order that rotates, so that what disturbs the machine disturbs all methods alike. Methods:
 
-plain this engine without a draft: what a draft has to beat stock transformers' `generate` on the same weights
-prompt_lookup transformers' `generate` with its own n-gram lookup headstart this engine with its drafter
+    plain          this engine without a draft: what a draft has to beat
+    stock          transformers' `generate` on the same weights
+    prompt_lookup  transformers' `generate` with its own n-gram lookup
+    headstart      this engine with its drafter
 
 Ratios are medians over prompts of one prompt's speed over the other method's on the same prompt, prefill
 included. Round costs leave the prefill out. Speeds say nothing about answers, so the share of answers equal

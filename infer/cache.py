@@ -83,9 +83,14 @@ class SlotAllocator:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self) -> int:
+    @property
+    def next_free(self) -> int:
+        """The slot that `take` would hand out."""
         assert self._free, "no slot is free: the caller admits a request only when one is"
-        slot = min(self._free)
+        return min(self._free)
+
+    def take(self) -> int:
+        slot = self.next_free
         self._free.remove(slot)
         return slot
 

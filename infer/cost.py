@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import statistics
+import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -45,6 +47,8 @@ class CostModel:
             raise ValueError(
                 f"a cost table needs ascending widths with one time each, got {self.widths} and {self.milliseconds}"
             )
+        if not all(math.isfinite(each) and each > 0 for each in self.milliseconds):
+            raise ValueError(f"a cost table needs times above 0 milliseconds, got {self.milliseconds}")
 
     @classmethod
     def free(cls) -> CostModel:
@@ -81,7 +85,8 @@ def measure_target(
 
     Times are made non-decreasing in width (isotonic running maximum of medians), since a dip is noise.
     """
-    context = min(context, target.max_length - max(widths))
+    widths = [width for width in widths if width < target.max_length] or [1]
+    context = max(0, min(context, target.max_length - max(widths)))
     cache = target.new_cache(num_slots=1, num_columns=context + max(widths))
     token = min(7, target.vocab_size - 1)
     milliseconds: list[float] = []
@@ -98,7 +103,7 @@ def cost_of(target: TargetModel) -> CostModel:
     try:
         stored = json.loads(path.read_text())
         return CostModel(widths=tuple(stored["widths"]), milliseconds=tuple(stored["milliseconds"]))
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):  # no table yet, or not one of ours
         cost = measure_target(target)
     save_cost(target, cost)
     return cost
@@ -118,9 +123,15 @@ def save_cost(target: TargetModel, cost: CostModel) -> None:
 
 def cost_path(target: TargetModel) -> Path:
     """Where the table of this target, dtype, device and thread count is kept."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    device = (
-        torch.cuda.get_device_name() if target.device.type == "cuda" else platform.processor() or platform.machine()
-    )
+    on_gpu = target.device.type == "cuda"
+    device = torch.cuda.get_device_name(target.device) if on_gpu else platform.processor() or platform.machine()
     key = [target.fingerprint, str(target.dtype), device, torch.get_num_threads(), torch.__version__]
-    return root / "headstart" / "costs" / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24] + ".json")
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    return _cache_folder() / "headstart" / "costs" / f"{digest[:24]}.json"
+
+
+def _cache_folder() -> Path:
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user id without a home folder, as in some containers
+        return Path(tempfile.gettempdir())

@@ -24,8 +24,8 @@ from infer.request import Completion, Request, RequestLaw
 from infer.rows import tree_group
 from infer.sampling import SamplingParams
 from infer.target import TargetModel
-from infer.tree import DraftTree, OneHot
-from infer.verify import RULES, KeyedChance, Verdict, find_rule, verify
+from infer.tree import DraftTree, OneHot, Sampled
+from infer.verify import RULES, KeyedChance, Verdict, check_kind, find_rule, verify
 
 MAX_PREFILL_ROWS = 4096
 
@@ -74,6 +74,11 @@ class Engine:
             self._cost = cost_of(self.target)
         return self._cost
 
+    @property
+    def _tree_cost(self) -> CostModel:
+        """The costs that trees are fitted to; a fixed tree needs no table, so none is measured."""
+        return self.cost if self.tree.adaptive else CostModel.free()
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -102,13 +107,19 @@ class Engine:
         (request,) = self.submit([prompt], params)
         num_seen = 0
         try:
-            while request.finish_reason is None:
-                self.step()
-                yield request.output_ids[num_seen:]
-                num_seen = len(request.output_ids)
-        finally:
-            if request.finish_reason is None:
-                self.abort()
+            while request.finish_reason is None or num_seen < len(request.output_ids):
+                if num_seen == len(request.output_ids):  # else another reader's step has served this one too
+                    self.step()
+                block = request.output_ids[num_seen:]
+                num_seen += len(block)
+                if block:
+                    yield block
+        except GeneratorExit:  # the reader went away between two steps, where nothing else is touched
+            self.abort([request])
+            raise
+        except BaseException:
+            self.abort()
+            raise
 
     def submit(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[Request]:
         """Queue prompts; `step` answers them. All are checked before any is queued."""
@@ -145,11 +156,19 @@ class Engine:
             num_tokens += self._advance(self._running, self._draft(self._running))
         return num_tokens
 
-    def abort(self) -> None:
-        """Drop every request, running or waiting, and free its slot."""
-        self._waiting.clear()
-        for request in list(self._running):
-            self._release(request)
+    def abort(self, requests: Sequence[Request] | None = None) -> None:
+        """Drop `requests` (all if None), running or waiting, and free their slots; their finish reason is "abort".
+
+        A step that raised may have committed some requests and not others: then all must go.
+        """
+        for request in [*self._running, *self._waiting] if requests is None else requests:
+            if request in self._running:
+                self._release(request)
+            elif request in self._waiting:
+                self._waiting.remove(request)
+            else:
+                continue
+            request.finish_reason = "abort"
 
     def _draft(self, requests: Sequence[Request]) -> list[DraftTree]:
         if self.drafter is None:
@@ -159,7 +178,7 @@ class Engine:
         trees = self.drafter.propose(requests, limits)
         trees = fit(
             trees,
-            self.cost if self.tree.adaptive else CostModel.free(),
+            self._tree_cost,
             max_nodes=[limit.max_nodes for limit in limits],
             adaptive=self.tree.adaptive,
             spent_milliseconds=self.drafter.step_milliseconds * max(max(tree.depths, default=0) for tree in trees),
@@ -217,15 +236,15 @@ class Engine:
         """Emit the verdict's tokens; keep cache rows and states of the accepted path only."""
         assert self._cache is not None
         num_chain = len(request.uncached)
-        root_column = request.num_cached + num_chain  # the column after the root's own
+        first_column = request.num_cached + num_chain  # of the tree: the one after the root's own
         num_kept = request.emit(verdict.tokens(tree))
         if request.finish_reason is not None:
             request.seconds = time.perf_counter() - request.started
             self._release(request)
             return num_kept
         path = list(verdict.path)
-        self._cache.commit(request.slot, root_column, [root_column + node for node in path])
-        request.num_cached = root_column + len(path)
+        self._cache.commit(request.slot, first_column, [first_column + node for node in path])
+        request.num_cached = first_column + len(path)
         if self.drafter is not None:
             if states is not None:
                 states = states[[*range(num_chain), *(num_chain + node for node in path)]]
@@ -239,11 +258,17 @@ class Engine:
         return DraftLimit(max_nodes=max(0, min(self.tree.max_nodes, num_columns_left)), max_depth=max(0, depth))
 
     def _admit(self) -> list[Request]:
+        """Give slots to waiting requests, as many as one prefill can take.
+
+        A forward pads every slot between the first and the last that it touches to the longest prompt.
+        """
+        if self._waiting and not self._running:
+            self._make_room(())  # requests that came while others ran may need more slots than there were
         admitted: list[Request] = []
         num_rows = 0
         while self._waiting and self._slots.num_free:
             num_rows = max(num_rows, len(self._waiting[0].uncached))
-            if admitted and num_rows * (len(admitted) + 1) > MAX_PREFILL_ROWS:
+            if admitted and num_rows * (self._slots.next_free - admitted[0].slot + 1) > MAX_PREFILL_ROWS:
                 break
             request = self._waiting.popleft()
             request.slot = self._slots.take()
@@ -281,8 +306,7 @@ class Engine:
         self._cache = self.target.new_cache(num_slots=num_slots, num_columns=num_columns)
         self._slots = SlotAllocator(num_slots)
         if self.drafter is not None:
-            cost = self.cost if self.tree.adaptive else CostModel.free()
-            self.drafter.open(num_slots=num_slots, num_columns=num_columns, tree=self.tree, cost=cost)
+            self.drafter.open(num_slots=num_slots, num_columns=num_columns, tree=self.tree, cost=self._tree_cost)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -323,9 +347,14 @@ def load_engine(
 
     `target` overrides the one that the head names. Raises ValueError if the head was trained for another target.
     """
-    from infer.drafters import load_drafter, resolve_target
+    from infer.drafters import LOOKUP, NO_DRAFT, load_drafter, resolve_target
 
+    verification = find_rule(rule)
+    sampled = verification.exactness == "distribution"
+    if sampled and str(head) not in (LOOKUP, NO_DRAFT):
+        check_kind(verification, Sampled)
     if not isinstance(target, TargetModel):
         target = TargetModel.load(resolve_target(head, target), dtype=dtype, device=device)
-    drafter = load_drafter(head, target, sampled=find_rule(rule).exactness == "distribution")
+    is_chain = tree is not None and tree.branch == 1  # a lookup beside the head would make it a tree
+    drafter = load_drafter(head, target, sampled=sampled, hybrid=not is_chain)
     return Engine(target, drafter, max_requests=max_requests, max_length=max_length, rule=rule, tree=tree, cost=cost)

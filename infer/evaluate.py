@@ -193,6 +193,8 @@ def limit_per_domain(prompts: Sequence[EvaluationPrompt], limit: int | None) -> 
     """The first `limit` prompts of each domain, in the order of the file."""
     if limit is None:
         return list(prompts)
+    if limit < 1:
+        raise ValueError(f"--limit must be at least 1 prompt of each domain, got {limit}")
     seen: Counter[str] = Counter()
     kept = []
     for prompt in prompts:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from infer.noise import gumbel, position_key, random_seed
-from infer.sampling import Processor, SamplingParams
+from infer.sampling import Processor, SamplingParams, pick, probs
 from infer.stopping import StopChecker
 from infer.tree import ROOT, DraftTree
 
@@ -175,13 +175,13 @@ class RequestLaw:
 
     def draw(self, node: int) -> int:
         scores = self.scores(node)
-        if self.request.params.temperature > 0:
+        if not self.request.params.greedy:
             depth = 0 if node == ROOT else self.tree.depths[node]
             scores = scores + self.request.noise.at(self.request.num_tokens + depth)
-        return int(scores.argmax())
+        return pick(scores)
 
     def probs(self, node: int) -> torch.Tensor:
         scores = self.scores(node)
-        if self.request.params.temperature > 0:
-            return torch.softmax(scores, dim=-1)
+        if not self.request.params.greedy:
+            return probs(scores)
         return torch.zeros_like(scores).index_fill_(0, scores.argmax(), 1.0)

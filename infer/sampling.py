@@ -292,13 +292,17 @@ def draw(scores: Tensor, key: int | None) -> int:
 
     Ties go to the lowest index. Pass None for greedy requests and `noise.position_key(...)` for the others.
     """
-    total = scores if key is None else scores + gumbel(key, scores.shape[-1], scores.device)
+    return pick(scores if key is None else scores + gumbel(key, scores.shape[-1], scores.device))
+
+
+def pick(total: Tensor) -> int:
+    """The token of the largest of `total` [V], the lowest on ties; SamplingError where none can be drawn."""
     # argmax returns the first maximum and prefers NaN, so one look at the winner vouches for the whole row.
     winner = total.argmax()
     token, value = int(winner), float(total[winner])
     if not math.isfinite(value):
         raise SamplingError(
-            f"cannot draw a token: the largest of {scores.shape[-1]} processed scores is {value} "
+            f"cannot draw a token: the largest of {total.shape[-1]} processed scores is {value} "
             "(NaN or inf: the model overflowed; -inf: the request's filters leave no token)"
         )
     return token

@@ -86,13 +86,14 @@ class TargetModel:
         """Load a target from a local folder or a Hub name.
 
         `dtype`: float32, bfloat16, float16, or auto, which on a CPU measures whether bfloat16 or float32 is faster
-        here and elsewhere takes bfloat16. Raises ValueError with the reason if the model cannot be decoded exactly.
+        here and elsewhere takes bfloat16. `device`: a torch device, or auto for a GPU if there is one. Raises
+        ValueError with the reason if the model cannot be decoded exactly.
         """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         if dtype != "auto" and dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is unknown: expected auto, {', '.join(DTYPES)}")
-        _check_device(device)
+        device = resolve_device(device)
         path = Path(source)
         if not path.is_dir() and (path.is_absolute() or str(source).startswith((".", "models/"))):
             raise ValueError(
@@ -102,15 +103,21 @@ class TargetModel:
         config = AutoConfig.from_pretrained(source, revision=revision)
         _refuse_unsupported(config)
         config.use_cache = True  # a fine-tune may have saved false; headstart keeps its own cache either way
-        loaded_dtype = torch.bfloat16 if dtype == "auto" else DTYPES[dtype]
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=loaded_dtype, attn_implementation="sdpa", revision=revision
-        )
-        model = model.to(device)
+
+        def read(as_dtype: torch.dtype) -> Any:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                source, config=config, dtype=as_dtype, attn_implementation="sdpa", revision=revision
+            )
+            return model.to(device)
+
+        if dtype == "auto" and torch.device(device).type == "cpu":
+            # Each is read anew: casting a loaded model would round its weights and its rotary frequencies, and it
+            # would no longer be the target that its dtype's name stands for.
+            model = min(map(read, (torch.float32, torch.bfloat16)), key=_forward_seconds)
+        else:
+            model = read(torch.bfloat16 if dtype == "auto" else DTYPES[dtype])
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-        if dtype == "auto" and torch.device(device).type == "cpu":
-            model = _faster_dtype(model)
         return cls.wrap(model, tokenizer, name=path.name if path.is_dir() else str(source))
 
     @classmethod
@@ -417,27 +424,32 @@ def _refuse_unsupported(config: Any) -> None:
             )
 
 
-def _check_device(device: str) -> None:
-    kind = torch.device(device).type
-    if kind == "cuda" and not torch.cuda.is_available():
+def resolve_device(device: str) -> str:
+    """`device`, with auto replaced by what this machine has; ValueError where it does not have it."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        asked = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device {device!r} is unknown: use auto, cpu, cuda or cuda:N") from error
+    if asked.type == "cuda" and not torch.cuda.is_available():
         build = "a CPU build of torch is installed" if torch.version.cuda is None else "no GPU is visible"
         raise ValueError(
             f"device {device!r} was asked for, but {build} (torch {torch.__version__}): "
             "use --device cpu, or install the CUDA build of torch"
         )
+    if asked.type == "cuda" and (asked.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {device!r} was asked for, but this machine has {torch.cuda.device_count()} GPU(s)")
+    return device
 
 
-def _faster_dtype(model: Any, *, width: int = 8, repeats: int = 3) -> Any:
-    """`model` in bfloat16 or float32, whichever runs a narrow forward faster on this CPU."""
+@torch.inference_mode()
+def _forward_seconds(model: Any, *, width: int = 8, repeats: int = 3) -> float:
+    """The least time of a narrow forward, after one that is not counted."""
     tokens = torch.arange(width)[None]
-    milliseconds: dict[torch.dtype, float] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        model = model.to(dtype)
-        times = []
-        with torch.inference_mode():
-            for _ in range(repeats + 1):
-                start = time.perf_counter()
-                model(input_ids=tokens, use_cache=False)
-                times.append(time.perf_counter() - start)
-        milliseconds[dtype] = min(times[1:])
-    return model.to(min(milliseconds, key=milliseconds.__getitem__))
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        model(input_ids=tokens, use_cache=False)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])

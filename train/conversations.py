@@ -41,6 +41,9 @@ ROLES = {
 }
 """Role names seen in public data, and what they mean here."""
 
+CUT = "cut at the length limit"
+"""What a `LoadReport` of rendering calls rows that lost their end."""
+
 _CHATML_TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n?", re.DOTALL)
 _FILE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt")
 
@@ -155,9 +158,9 @@ def tokenize_conversations(
 ) -> list[Rendered]:
     """Rendered rows (each a `TrainingRow`) of at most `max_length` tokens.
 
-    Longer rows are cut at the end. A row is dropped, and noted in `report` by its place in `conversations`
-    counted from 1, when the cut leaves no supervised token or the template cannot render it; if none is left,
-    the first template error (or the length limit) is raised.
+    Longer rows are cut at the end. A row is dropped when the cut leaves no supervised token or the template cannot
+    render it; if none is left, the first template error (or the length limit) is raised. Both are noted in
+    `report` by the conversation's place, counted from 1.
     """
     if max_length < 2:
         raise ValueError(f"max_length must be at least 2 tokens, given {max_length}")
@@ -182,6 +185,8 @@ def tokenize_conversations(
         if not row.num_supervised:
             report.dropped["no assistant token within the length limit"].append(number)
             continue
+        if len(rendered.token_ids) > max_length:
+            report.fixed[CUT].append(number)
         rows.append(row)
     report.kept += len(rows)
     if not rows:

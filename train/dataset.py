@@ -19,6 +19,7 @@ from configs.schema import DataConfig
 from infer.chat import Rendered, render_prompt
 from infer.evaluate import EvalPrompt
 from train.conversations import (
+    CUT,
     Conversation,
     LoadReport,
     TrainingRow,
@@ -55,8 +56,11 @@ class TrainingData:
         return counts
 
 
-def load_data(settings: DataConfig, tokenizer: Any, *, seed: int) -> TrainingData:
-    """Read, clean, split and render. Evaluation prompts of the shipped set are never trained on."""
+def load_data(settings: DataConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: int | None = None) -> TrainingData:
+    """Read, clean, split and render. Evaluation prompts of the shipped set are never trained on.
+
+    `max_prompt_tokens`: held-out prompts longer than this leave the target no room to answer, and are left out.
+    """
     report = LoadReport()
     conversations = _read(settings.train, report)
     conversations = decontaminate(conversations, report)
@@ -75,13 +79,18 @@ def load_data(settings: DataConfig, tokenizer: Any, *, seed: int) -> TrainingDat
         "dropped_in_reading": {reason: len(lines) for reason, lines in report.dropped.items()},
         "held_out": len(held_out),
     }
-    rows = _usable(tokenize_conversations(train, tokenizer, settings.max_length), settings, account)
+    rendering = LoadReport()
+    rendered = tokenize_conversations(train, tokenizer, settings.max_length, report=rendering)
+    account["dropped_in_rendering"] = {reason: len(lines) for reason, lines in rendering.dropped.items()}
+    account["cut"] = len(rendering.fixed[CUT])
+    rows = _usable(rendered, settings, account)
     held_rows = tokenize_conversations(held_out, tokenizer, settings.max_length)
-    prompts = _prompts(held_out, tokenizer, settings.max_length)
+    longest = settings.max_length - 1 if max_prompt_tokens is None else min(settings.max_length - 1, max_prompt_tokens)
+    prompts = _prompts(held_out, tokenizer, longest)
     if not prompts:
         raise ValueError(
             "no held-out prompt is left to choose the best head by: raise data.holdout_fraction or data.max_length, "
-            "or name a file in data.eval"
+            "lower eval.max_tokens, or name a file in data.eval"
         )
     account |= {
         "rows": len(rows),
@@ -123,14 +132,14 @@ def _usable(rows: list[Rendered], settings: DataConfig, account: dict[str, Any])
     return kept
 
 
-def _prompts(conversations: Sequence[Conversation], tokenizer: Any, max_length: int) -> list[EvalPrompt]:
+def _prompts(conversations: Sequence[Conversation], tokenizer: Any, max_tokens: int) -> list[EvalPrompt]:
     """Each held-out conversation up to its last answer."""
     prompts = []
     for conversation in conversations:
         messages = conversation.messages
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
         token_ids = render_prompt(tokenizer, messages[:last])
-        if len(token_ids) < max_length:
+        if len(token_ids) <= max_tokens:
             prompts.append(EvalPrompt(token_ids=tuple(token_ids), domain=conversation.domain or UNKNOWN_DOMAIN))
     return prompts
 

@@ -27,7 +27,7 @@ from infer.chat import Rendered
 from infer.target import TargetModel
 
 FORMAT_VERSION = 1
-INDEX_FILE, STATES_FILE, JOURNAL_FILE = "index.json", "states.bin", "complete.jsonl"
+STATES_FILE, JOURNAL_FILE = "states.bin", "complete.jsonl"
 FREE_DISK_SHARE = 0.9
 """A cache may take at most this share of the free disk."""
 NORMALIZER_CHUNK = 256
@@ -87,7 +87,8 @@ class CachedFeatures:
         max_bytes: int,
     ) -> None:
         self._online = online
-        self._width = (len(taps) + 1) * target.hidden_size
+        self._taps_width = len(taps) * target.hidden_size
+        self._width = self._taps_width + target.hidden_size
         self._dtype = target.dtype
         lengths = [len(row.token_ids) for row in rows]
         self._starts = [0]
@@ -97,7 +98,9 @@ class CachedFeatures:
         self.bytes_per_token = self._width * target.dtype.itemsize + 4
         self.num_cached_rows = sum(start * self.bytes_per_token <= max_bytes for start in self._starts[1:])
         self.num_bytes = self._starts[self.num_cached_rows] * self.bytes_per_token
-        self.folder = folder / cache_key(target, rows, taps)
+        # The budget decides how the file is laid out, so runs with different budgets must not share one.
+        part = "" if self.num_cached_rows == len(rows) else f"-{self.num_cached_rows}"
+        self.folder = folder / (cache_key(target, rows, taps) + part)
         self._open()
 
     def get(self, index: int) -> RowFeatures:
@@ -108,8 +111,8 @@ class CachedFeatures:
             self._store(index, features)
             return features
         states, normalizer = self._slices(index)
-        taps_width = self._width - self._width // 4
-        return RowFeatures(taps=states[:, :taps_width], last=states[:, taps_width:], log_normalizer=normalizer)
+        taps, last = states[:, : self._taps_width], states[:, self._taps_width :]
+        return RowFeatures(taps=taps, last=last, log_normalizer=normalizer)
 
     def describe(self) -> str:
         """The plan in words: what is kept, where, and what is there already."""
@@ -136,8 +139,9 @@ class CachedFeatures:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / STATES_FILE
         present = path.stat().st_size if path.exists() else 0
+        taken = path.stat().st_blocks * 512 if present else 0  # the file is sparse: not all of it is on the disk yet
         free = shutil.disk_usage(self.folder).free
-        if self.num_bytes - present > free * FREE_DISK_SHARE:
+        if self.num_bytes - taken > free * FREE_DISK_SHARE:
             raise ValueError(
                 f"the feature cache needs {self.num_bytes / 1e9:.1f} GB in {self.folder}, where {free / 1e9:.1f} GB "
                 "are free: lower train.feature_cache_gb, or set train.feature_cache=false to compute features at "

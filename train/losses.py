@@ -20,11 +20,12 @@ Shapes: R rows, H hidden, C draft vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-LossName = Literal["lk", "lk_hybrid", "tv", "kl", "ce"]
+from configs.schema import LossName as LossName
+
 HYBRID_RATE = 3.0
 TINY = 1e-10
 

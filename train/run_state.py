@@ -6,6 +6,7 @@ it: it is read from `best/` itself, so that no restart can forget it.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -76,7 +77,7 @@ class RunState:
             raise ValueError(f"there is nothing to resume in {run_folder}: {path} does not exist")
         try:
             values: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError) as error:
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         if values.get("version") != STATE_VERSION:
             raise ValueError(

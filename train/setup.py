@@ -18,10 +18,7 @@ from train.features import rows_hash
 
 def load_target(config: RunConfig, *, dtype: str | None = None) -> TargetModel:
     """The frozen target. A resumed run passes the dtype that `auto` chose at first."""
-    device = config.target.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return TargetModel.load(config.target.model, dtype=dtype or config.target.dtype, device=device)
+    return TargetModel.load(config.target.model, dtype=dtype or config.target.dtype, device=config.target.device)
 
 
 def compute_dtype(config: RunConfig, target: TargetModel) -> torch.dtype:

@@ -310,23 +310,29 @@ class Synthesizer:
 
     def _write_user_turns(self, attempts: list[_Attempt], turn: int, on_tokens: Callable[[int], None] | None) -> None:
         stop_id = end_of_user_turn_id(self.tokenizer)
-        prompts, params = [], []
+        prompts, params, begun = [], [], []
         for attempt in attempts:
             opening = attempt.opening if turn == 0 else ""
             opening_ids = self.tokenizer(opening, add_special_tokens=False)["input_ids"] if opening else []
-            prompts.append(user_turn_prefix(self.tokenizer, attempt.messages) + list(opening_ids))
+            prompt = user_turn_prefix(self.tokenizer, attempt.messages) + list(opening_ids)
             longer = 3 if turn == 0 and attempt.domain in LONG_DOMAINS else 1
+            max_tokens = longer * self.config.max_prompt_tokens
+            if not self._fits(prompt, max_tokens):
+                attempt.fail("conversation too long")
+                continue
+            begun.append(attempt)
+            prompts.append(prompt)
             params.append(
                 SamplingParams(
                     temperature=self.config.prompt_temperature,
                     top_p=self.config.prompt_top_p,
                     top_k=self.config.prompt_top_k,
-                    max_tokens=longer * self.config.max_prompt_tokens,
+                    max_tokens=max_tokens,
                     stop_token_ids=(stop_id,),
                     seed=_derived_seed(attempt.seed, f"user {turn}"),
                 )
             )
-        for attempt, completion in zip(attempts, self._generate(prompts, params, on_tokens), strict=True):
+        for attempt, completion in zip(begun, self._generate(prompts, params, on_tokens), strict=True):
             token_ids = _without_end(completion.token_ids, self.special)
             text = ((attempt.opening if turn == 0 else "") + self.tokenizer.decode(token_ids)).strip()
             fault = "prompt too long" if completion.finish_reason == "length" else self._prompt_fault(text, token_ids)
@@ -355,8 +361,7 @@ class Synthesizer:
         prompts, params, answered = [], [], []
         for attempt in attempts:
             prompt = render_prompt(self.tokenizer, attempt.messages)
-            limit = self.max_sequence_length
-            if limit is not None and len(prompt) + self.config.max_answer_tokens > limit:
+            if not self._fits(prompt, self.config.max_answer_tokens):
                 attempt.fail("prompt too long")
                 continue
             answered.append(attempt)
@@ -370,6 +375,9 @@ class Synthesizer:
             )
         for attempt, completion in zip(answered, self._generate(prompts, params, on_tokens), strict=True):
             self._take_answer(attempt, completion)
+
+    def _fits(self, prompt: Sequence[int], max_tokens: int) -> bool:
+        return self.max_sequence_length is None or len(prompt) + max_tokens <= self.max_sequence_length
 
     def _take_answer(self, attempt: _Attempt, completion: Completed) -> None:
         token_ids = _without_end(completion.token_ids, self.special)
@@ -435,8 +443,8 @@ class Synthesizer:
 class _DataFile:
     """The JSON lines so far and, beside them, `<name>.state.json` with settings and counts.
 
-    Lines are written and synced before the state, so a crash can only leave the state behind the lines;
-    attempts in between are read off the last line's id.
+    The state is there before the first line; after that lines are written and synced before the state, so a
+    crash can only leave the state behind the lines: attempts in between are read off the last line's id.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
@@ -452,6 +460,8 @@ class _DataFile:
 
     def append(self, rows: Sequence[dict[str, Any]], dropped: Counter[str], next_attempt: int) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.rows:  # lines without settings beside them could not be continued
+            self._write_state()
         with self.path.open("ab") as stream:
             for row in rows:
                 stream.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
@@ -460,7 +470,10 @@ class _DataFile:
         self.rows += rows
         self.dropped += dropped
         self.next_attempt = next_attempt
-        state = {"settings": self.settings, "next_attempt": next_attempt, "dropped": dict(self.dropped)}
+        self._write_state()
+
+    def _write_state(self) -> None:
+        state = {"settings": self.settings, "next_attempt": self.next_attempt, "dropped": dict(self.dropped)}
         partial = self.state_path.with_name(self.state_path.name + ".partial")
         partial.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, self.state_path)
@@ -505,7 +518,8 @@ class _DataFile:
         state: dict[str, Any] = json.loads(self.state_path.read_text(encoding="utf-8"))
         before, now = dict(state["settings"]), dict(self.settings)
         # A longer run of the same settings has the same beginning.
-        before.pop("num_conversations", None), now.pop("num_conversations", None)
+        for settings in (before, now):
+            settings.pop("num_conversations", None)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if changed:
             details = ", ".join(f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed)

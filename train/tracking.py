@@ -1,7 +1,8 @@
 """Metrics: always the run's own `metrics.jsonl`, and Weights & Biases where it is installed.
 
 Tracking never stops a run: without a key it works offline, without the package or with a broken one it says so once
-and the local file is all there is. Only `tracking.wandb: required` insists. Steps are logged as a value of their own
+and the local file is all there is. Only `tracking.wandb: required` insists, and `online` refuses to start without a
+key (it never asks for one). Steps are logged as a value of their own
 (`global_step`), so a resumed run may log steps its predecessor already had: nothing is rejected or lost.
 """
 
@@ -93,6 +94,8 @@ def open_tracker(
         return NoTracker()
     mode = _mode(settings)
     if mode == "disabled":
+        if settings.wandb == "required":
+            raise ValueError("tracking.wandb is 'required', but the environment says WANDB_MODE=disabled: unset one")
         return NoTracker()
     for attempt in dict.fromkeys((mode, "offline") if settings.wandb != "required" else (mode,)):
         try:

@@ -14,6 +14,7 @@ budget in steps or epochs. (A budget in minutes goes on from the minutes used; i
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -78,13 +79,17 @@ def train(
     state = RunState.read(folder) if resume else None
     if state is not None:
         state.check_config(config)
-    elif any(recover_folder(folder / part).exists() for part in ("last", "best")):
-        raise ValueError(
-            f"{folder} already holds a run: resume it (--resume), choose another name (name=...), or move it away"
-        )
+    else:
+        _refuse_existing(folder)
     if target is None:
-        target = load_target(config, dtype=state.identity["target_dtype"] if state is not None else None)
-    data = load_data(config.data, target.tokenizer, seed=config.train.seed)
+        chosen = state.identity["target_dtype"] if state is not None and config.target.dtype == "auto" else None
+        target = load_target(config, dtype=chosen)
+    data = load_data(
+        config.data,
+        target.tokenizer,
+        seed=config.train.seed,
+        max_prompt_tokens=target.max_length - config.eval.max_tokens,
+    )
     trainer = Trainer(config, target, data, folder=folder, state=state, evaluate=evaluate, notice=notice)
     trainer.tracker = tracker or open_tracker(
         config.tracking,
@@ -227,7 +232,7 @@ class Trainer:
         return float(norm)
 
     def _check_finite(self, loss: float, gradient_norm: float, progress: Progress) -> None:
-        if loss == loss and gradient_norm == gradient_norm and abs(gradient_norm) != float("inf"):
+        if math.isfinite(loss) and math.isfinite(gradient_norm):
             return
         sources = ", ".join(source_of(self.data.rows[index]) for index in self._visited(progress))
         raise ValueError(
@@ -399,7 +404,7 @@ class Trainer:
             f"{len(self.data.rows)} rows, {self.data.num_tokens:,} tokens ({account.get('label_tokens', 0):,} labels); "
             f"{len(self.data.prompts)} held-out prompts; head of {size / 1e6:.1f}M parameters, "
             f"draft vocabulary {len(self.head.vocabulary):,}, taps {list(self.head.config.taps)}, "
-            f"{self.target.device} {str(self.dtype).removeprefix('torch.')}"
+            f"{self.target.device} {_dtype_name(self.dtype)}"
         )
 
     def _card(self, evaluation: Mapping[str, Any]) -> HeadCard:
@@ -448,6 +453,18 @@ class Trainer:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.target.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+
+def _refuse_existing(folder: Path) -> None:
+    if recover_folder(folder / "last").exists():
+        raise ValueError(
+            f"{folder} already holds a run: resume it (--resume), choose another name (name=...), or move it away"
+        )
+    if recover_folder(folder / "best").exists():  # killed in its first evaluation, before the first checkpoint
+        raise ValueError(
+            f"{folder} already holds a run that died before its first checkpoint: choose another name (name=...), "
+            f"start from its head (head.init_from={folder / 'best'}), or move it away"
+        )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

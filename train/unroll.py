@@ -74,7 +74,6 @@ def plan_rows(
     With `keep_share` below 1 every step beyond the first goes on with a random part of the rows, which leaves the
     mean loss of the step unchanged on average and its cost lower.
     """
-
     device, mask = loss_mask.device, loss_mask.cpu()
     alive = _written(mask, lengths, 1)
     plan = []
@@ -100,7 +99,7 @@ def unrolled_states(head: Eagle3Head, batch: Batch, plan: Sequence[torch.Tensor]
     """The head's states [Q, H] at the planned rows of each step. `head.logits` reads them."""
     device = batch.token_ids.device
     positions = torch.cat([torch.arange(length, device=device) for length in batch.lengths])
-    following = batch.token_ids.roll(-1)  # wraps at the very end, where no row counts and none attends later
+    following = batch.token_ids.roll(-1)  # wrong in a sequence's last row, which never counts and which none attends to
     attention = UnrolledAttention(batch.lengths, plan[0])
     states = head(following, head.fuse(batch.taps), positions, attention, rows=plan[0])
     results = [states]

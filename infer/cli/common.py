@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heads.checkpoint import CARD_FILE, read_card
+from heads.checkpoint import CARD_FILE, present_folder, read_card
 from infer.drafters.base import TreeSettings
 from infer.sampling import SamplingParams
 from infer.verify import RULES, find_rule
@@ -158,7 +158,7 @@ def load_target(args: argparse.Namespace) -> TargetModel:
 
     source = resolve_target(args.head, args.target)
     transformers.utils.logging.disable_progress_bar()
-    target = TargetModel.load(source, dtype=args.dtype, device=resolve_device(args.device))
+    target = TargetModel.load(source, dtype=args.dtype, device=args.device)
     dtype = str(target.dtype).removeprefix("torch.")
     note(f"target {target.name}, {dtype} on {target.device}")
     return target
@@ -192,7 +192,8 @@ def build_engine(
 
 def saved_settings(head: str) -> Mapping[str, Any]:
     """The drafter settings on a head's card; none for drafters without a folder."""
-    return read_card(head).drafter if (Path(head) / CARD_FILE).is_file() else {}
+    folder = present_folder(Path(head))
+    return read_card(folder).drafter if (folder / CARD_FILE).is_file() else {}
 
 
 def plain_table(title: str, first: str, columns: Sequence[str]) -> Table:
@@ -206,14 +207,6 @@ def plain_table(title: str, first: str, columns: Sequence[str]) -> Table:
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table
-
-
-def resolve_device(device: str) -> str:
-    import torch
-
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def write_json(path: Path | None, value: Any) -> None:

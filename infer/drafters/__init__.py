@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from heads.checkpoint import CARD_FILE, check_target, load_head, read_card
+from heads.checkpoint import CARD_FILE, check_target, load_head, present_folder, read_card
 from infer.drafters.base import Drafter, DraftLimit, TreeSettings
 from infer.drafters.head import HeadDrafter
 from infer.drafters.hybrid import HybridDrafter
@@ -54,7 +54,7 @@ def resolve_target(head: str | Path, target: str | Path | None) -> str | Path:
         return target
     if str(head) in (LOOKUP, NO_DRAFT):
         raise ValueError(f"{head!r} belongs to no target: name one with --target (a local folder or a Hub name)")
-    folder = Path(head)
+    folder = present_folder(Path(head))
     if not (folder / CARD_FILE).is_file():
         raise ValueError(
             f"{str(head)!r} is not a head: give an augmented model's folder (it holds {CARD_FILE}), 'ngram' or 'none'"

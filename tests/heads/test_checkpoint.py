@@ -227,3 +227,18 @@ def test_families_are_found_by_architecture(head: Eagle3Head) -> None:
         family_of_config({"architectures": ["EAGLEModel"]})
     with pytest.raises(ValueError, match="known: eagle3"):
         family_named("eagle4")
+
+
+def test_a_reader_leaves_a_save_between_its_renames_alone(head: Eagle3Head, card: HeadCard, tmp_path: Path) -> None:
+    """A reader that renamed the previous folder back would make the save that is still alive fail."""
+    folder = save_head(tmp_path / "best", head, card)
+    folder.rename(tmp_path / ".best.previous")
+    load_head(folder)
+    assert read_card(folder).target == card.target
+    assert [path.name for path in tmp_path.iterdir()] == [".best.previous"]
+
+
+def test_what_killed_saves_left_is_removed(head: Eagle3Head, card: HeadCard, tmp_path: Path) -> None:
+    (tmp_path / ".best.new-1").mkdir()
+    save_head(tmp_path / "best", head, card)
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]

@@ -13,7 +13,7 @@ from infer.drafters import HybridDrafter, NgramDrafter, ScriptedDrafter, TreeSet
 from infer.drafters.scripted import replay
 from infer.engine import Engine
 from infer.rows import RowGroup
-from infer.sampling import SamplingParams
+from infer.sampling import SamplingError, SamplingParams
 from infer.target import TargetModel
 from infer.tree import ROOT, Coupled, DraftTree, OneHot, Sampled
 
@@ -417,3 +417,49 @@ def test_nothing_is_left_behind_by_many_generations(target):
         assert engine._slots.num_free == engine._cache.num_slots
         counts.append(num_tensors())
     assert counts[-1] <= counts[9], "tensors pile up from one generation to the next"
+
+
+def test_a_temperature_near_zero_is_greedy(target):
+    """Scores are not scaled below the greedy limit, so noise added to them once drew as at temperature 1."""
+    assert plain(target, PROMPTS[0], sampling(1e-6)) == plain(target, PROMPTS[0], sampling(0.0))
+
+
+def test_a_request_that_bans_every_token_fails(target):
+    """The argmax of nothing but -inf is token 0, which nobody asked for."""
+    banned = sampling(logit_bias=dict.fromkeys(range(target.vocab_size), float("-inf")))
+    with pytest.raises(SamplingError, match="leave no token"):
+        Engine(target).generate([PROMPTS[0]], banned)
+
+
+def test_a_stream_that_is_left_ends_no_other(target):
+    params = sampling(0.7)
+    engine = Engine(target, max_length=128)
+    engine.submit(PROMPTS, params)  # room for all
+    engine.abort()
+    first, second = engine.stream(PROMPTS[0], params), engine.stream(PROMPTS[1], params)
+    tokens = [*next(first)]
+    next(second)
+    second.close()
+    assert (*tokens, *(token for block in first for token in block)) == plain(target, PROMPTS[0], params)
+
+
+def test_aborted_requests_say_so(target):
+    engine = Engine(target)
+    requests = engine.submit(PROMPTS[:2], sampling())
+    engine.step()
+    engine.abort()
+    assert [request.finish_reason for request in requests] == ["abort", "abort"]
+    assert engine.step() == 0
+
+
+def test_room_is_made_for_requests_that_came_while_another_ran(target):
+    """The cache cannot grow under a running request; the requests behind it must not stay one by one for good."""
+    params = sampling(max_tokens=2)
+    engine = Engine(target, max_length=64)
+    engine.submit([PROMPTS[0]], sampling(max_tokens=3))
+    engine.step()
+    late = engine.submit([PROMPTS[1]] * 3, params)
+    while any(request.finish_reason is None for request in late):
+        engine.step()
+    assert engine._cache.num_slots == 3
+    assert [tuple(request.output_ids) for request in late] == [plain(target, PROMPTS[1], params)] * 3

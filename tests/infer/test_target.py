@@ -202,3 +202,23 @@ def test_smollm2_packed_forward_equals_stock(dtype, smollm2_path):
     logits = target.forward([RowGroup(slot=1, prefix=5, tokens=tokens[5:])], cache).logits
     tolerance = 1e-3 if dtype == "float32" else 0.7
     torch.testing.assert_close(logits, stock_logits(target, tokens)[5:], atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_auto_loads_the_very_model_that_its_choice_names(dtype, tiny_model, tmp_path, monkeypatch):
+    """It once cast the model that it had measured, which rounded weights and rotary frequencies to bfloat16."""
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    seconds = {torch.float32: 2.0, torch.bfloat16: 1.0 if dtype == "bfloat16" else 3.0}
+    monkeypatch.setattr("infer.target._forward_seconds", lambda model: seconds[model.dtype])
+    auto, named = (TargetModel.load(tmp_path, dtype=each, tokenizer=object()).model for each in ("auto", dtype))
+    assert auto.dtype == named.dtype == getattr(torch, dtype)
+    tensors = dict(named.named_parameters()) | dict(named.named_buffers())
+    for name, tensor in (*auto.named_parameters(), *auto.named_buffers()):
+        assert tensor.dtype == tensors[name].dtype, name
+        assert torch.equal(tensor, tensors[name]), name
+
+
+def test_an_unknown_device_is_named(tmp_path):
+    with pytest.raises(ValueError, match="device 'gpu' is unknown"):
+        TargetModel.load(tmp_path, device="gpu")

@@ -130,6 +130,26 @@ def test_lines_ahead_of_the_state_are_kept(tmp_path: Path) -> None:
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
+def test_settings_are_there_before_the_first_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed right after the first lines: the file can be continued, which lines without settings could not."""
+    out = tmp_path / "data.jsonl"
+    replaced = []
+
+    def die_at_the_second(source: Path, target: Path) -> None:
+        if replaced:
+            raise KeyboardInterrupt
+        replaced.append(Path(source).rename(target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("train.synth.os.replace", die_at_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            synthesize(out)
+    assert out.stat().st_size
+    synthesize(out)
+    synthesize(tmp_path / "whole.jsonl")
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
 def test_other_settings_do_not_continue_a_file(tmp_path: Path) -> None:
     out = tmp_path / "data.jsonl"
     synthesize(out)

@@ -134,3 +134,10 @@ def test_real_wandb_runs_offline_and_keeps_its_id(tmp_path: Path) -> None:
     assert again.run_id == tracker.run_id
     again.finish({})
     assert (tmp_path / "wandb").is_dir()
+
+
+def test_required_is_not_met_by_a_switch_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert isinstance(start(tmp_path)[0], NoTracker)
+    with pytest.raises(ValueError, match="WANDB_MODE=disabled"):
+        start(tmp_path, "required")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -228,6 +229,9 @@ def test_an_existing_run_is_not_overwritten(target: TargetModel, chats: Path, tm
         run(tiny_recipe(chats, train__steps=1), tmp_path, target)
     with pytest.raises(ValueError, match="nothing to resume"):
         run(tiny_recipe(chats, name="fresh"), tmp_path, target, resume=True)
+    shutil.rmtree(tmp_path / "tiny" / "last")  # killed in its first evaluation: advice to resume would lead nowhere
+    with pytest.raises(ValueError, match="died before its first checkpoint"):
+        run(tiny_recipe(chats, train__steps=1), tmp_path, target)
 
 
 def test_warm_start_takes_over_head_and_vocabulary(target: TargetModel, chats: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
 
     from infer.chat import template_hash, tokenizer_hash
+    from infer.cli.common import write_json
     from train.conversations import (
         LoadReport,
         TrainingRow,
@@ -56,9 +56,7 @@ def run(args: argparse.Namespace) -> int:
     print("Rendering: " + rendering.summary())
     for name, value in figures.items():
         print(f"{name.replace('_', ' '):24s} {value}")
-    if args.json is not None:
-        content = figures | {"reading": report.as_dict(), "rendering": rendering.as_dict()}
-        args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(args.json, figures | {"reading": report.as_dict(), "rendering": rendering.as_dict()})
     return 0
 
 

@@ -6,6 +6,7 @@ Runs the other commands one after another, prints each as a user would type it, 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
@@ -35,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from heads.checkpoint import recover_folder
+
     if args.conversations < 50:
         raise ValueError(f"--conversations must be at least 50 to leave some held out, got {args.conversations}")
     start = time.monotonic()
@@ -42,16 +45,18 @@ def run(args: argparse.Namespace) -> int:
     data = args.data / f"{MODEL}-demo.jsonl"
     folder = args.runs / "demo"
     head, bench = folder / "best", folder / "bench.json"
-    train = ["train", RECIPE, "name=demo", f"data.train={data}", "--runs", str(args.runs), "--resume"]
+    train = ["train", RECIPE, "name=demo", f"data.train={data}", "--runs", str(args.runs)]
     if args.minutes is not None:
         train.append(f"train.minutes={args.minutes:g}")
+    if recover_folder(folder / "last").is_dir():
+        train.append("--resume")
 
     _step("1. The target: a 135M-parameter instruct model")
     _command("fetch", MODEL)
     _step("2. Training text: the target writes its own conversations")
     _command("synth", "--target", str(target), "--out", str(data), "--num", str(args.conversations))
     _step("3. The draft head")
-    if (folder / "summary.json").is_file() and head.is_dir() and args.minutes is None:
+    if _is_finished(folder) and head.is_dir() and args.minutes is None:
         print(f"{folder} is finished")
     else:
         _command(*train)
@@ -67,6 +72,15 @@ def run(args: argparse.Namespace) -> int:
     print(f'  headstart generate {head} --prompt "Why is the sky blue?"')
     print(f"  headstart report {folder}")
     return 0
+
+
+def _is_finished(folder: Path) -> bool:
+    """Whether the run used up its budget: an interrupted one leaves a summary too."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(summary["status"] != "interrupted")
 
 
 def _step(title: str) -> None:

@@ -16,12 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from infer.cli.common import write_json
     from train.report import SUMMARY_FILE, describe_run, plot_run
 
     print(describe_run(args.run))
     picture = plot_run(args.run)
     print(f"curves: {picture}" if picture else "no curves: nothing was evaluated, or matplotlib is not installed")
-    if args.json is not None:
-        summary = json.loads((args.run / SUMMARY_FILE).read_text(encoding="utf-8"))
-        args.json.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_json(args.json, json.loads((args.run / SUMMARY_FILE).read_text(encoding="utf-8")))
     return 0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from train.conversations import Conversation
     from train.synth import SynthesisReport, Synthesizer
 
 HELP = "let the target write its own training conversations (or answer the requests of a file anew)"
@@ -31,12 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--opening-share", type=float, default=0.5, help="share of user turns begun for the target")
     parser.add_argument("--second-turn-share", type=float, default=0.15, help="share of two-turn conversations")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     parser.add_argument("--json", type=Path, help="write the counts to this file")
 
 
 def run(args: argparse.Namespace) -> int:
     from infer.chat import user_turn_prefix
+    from infer.cli.common import write_json
     from infer.engine import Engine
     from infer.target import TargetModel
     from train.conversations import load_conversations
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         requests, load_report = load_conversations(args.requests, require_answer=False)
         print(load_report.summary())
     config = SynthesisConfig(
-        num_conversations=args.num or (len(requests) if requests is not None else 1000),
+        num_conversations=_num_wanted(args.num, requests),
         seed=args.seed,
         max_prompt_tokens=args.max_prompt_tokens,
         max_answer_tokens=args.max_answer_tokens,
@@ -63,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     max_length = config.max_sequence_length(len(user_turn_prefix(target.tokenizer)))
     if requests is not None:
         max_length = max(max_length, 2048)
+    max_length = min(max_length, target.max_length)
     synthesizer = Synthesizer(
         Engine(target, max_requests=args.batch, max_length=max_length),
         target.tokenizer,
@@ -75,11 +78,16 @@ def run(args: argparse.Namespace) -> int:
     )
     report = _run_with_progress(synthesizer, config.num_conversations)
     print(report.summary())
-    if args.json is not None:
-        args.json.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+    write_json(args.json, asdict(report))
     if report.num_kept == 0:
         raise ValueError(f"no conversation passed the filters:\n{report.summary()}")
     return 0
+
+
+def _num_wanted(given: int | None, requests: Sequence[Conversation] | None) -> int:
+    if given is not None:
+        return given
+    return 1000 if requests is None else len(requests)
 
 
 def _run_with_progress(synthesizer: Synthesizer, total: int) -> SynthesisReport:

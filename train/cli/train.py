@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from configs.loading import load_config
+    from infer.cli.common import write_json
     from train.report import describe_run
     from train.trainer import train
 
@@ -33,10 +34,12 @@ def run(args: argparse.Namespace) -> int:
     )
     folder = args.runs / config.name
     print(describe_run(folder))
-    print(f"wrote {folder}/best")
-    if args.json is not None:
-        args.json.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    if summary["best"] is not None:
+        print(f"wrote {folder / 'best'}")
+    write_json(args.json, summary)
     if summary["status"] == "interrupted":
-        print(f"interrupted; go on with: headstart train {args.recipe} --resume", file=sys.stderr)
+        runs = [] if args.runs == Path("runs") else ["--runs", str(args.runs)]
+        again = shlex.join([args.recipe, *args.overrides, *runs, "--resume"])
+        print(f"interrupted; go on with: headstart train {again}", file=sys.stderr)
         return 130
     return 0
