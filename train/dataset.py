@@ -72,7 +72,9 @@ def load_data(settings: DataConfig, tokenizer: Any, *, seed: int, max_prompt_tok
         held_keys = {conversation.prompt_key for conversation in held_out}
         train = [one for one in conversations if one.prompt_key not in held_keys]
     else:
-        train, held_out = split_holdout(conversations, settings.holdout_fraction)
+        # Beyond max_holdout more rows are worth more in training than in measuring.
+        fraction = min(settings.holdout_fraction, settings.max_holdout / max(1, len(conversations)))
+        train, held_out = split_holdout(conversations, fraction)
     held_out = held_out[: settings.max_holdout]
     account: dict[str, Any] = {
         "conversations_read": report.rows_in,
