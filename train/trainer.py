@@ -43,6 +43,8 @@ from train.unroll import Batch, StepFigures, Teacher, plan_rows, unrolled_loss
 
 EVALUATED_DEPTHS = 5
 HELD_OUT_BATCH = 4
+NOTICE_SECONDS = 10.0
+"""Least time between two progress lines; `metrics.jsonl` has every `train.log_every` steps."""
 
 _ACCEPTANCE_KEYS = ("accepted_length", "acceptance", "agreement", "overlap")
 
@@ -149,6 +151,7 @@ class Trainer:
         self._held_out: list[Batch] = []
         self._records: list[StepRecord] = []
         self._evaluated_step = -1
+        self._noticed = -NOTICE_SECONDS
 
     # The loop
 
@@ -371,6 +374,10 @@ class Trainer:
             {f"train/{name}": float(value) for name, value in values.items()}
             | {f"train/overlap_{i + 1}": value for i, value in enumerate(record.overlap_by_depth)},
         )
+        now = time.perf_counter()
+        if now - self._noticed < NOTICE_SECONDS:
+            return
+        self._noticed = now
         overlap = " ".join(f"{value:.3f}" for value in record.overlap_by_depth)
         self.notice(
             f"step {self.state.progress.step}  {self._fraction():4.0%}  loss {values['loss']:.3f}  "

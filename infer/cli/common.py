@@ -151,17 +151,22 @@ def tree_settings(
 
 def load_target(args: argparse.Namespace) -> TargetModel:
     """The target that the arguments name; says on stderr what was loaded."""
-    import transformers
-
     from infer.drafters import resolve_target
     from infer.target import TargetModel
 
     source = resolve_target(args.head, args.target)
-    transformers.utils.logging.disable_progress_bar()
+    quiet_loading()
     target = TargetModel.load(source, dtype=args.dtype, device=args.device)
     dtype = str(target.dtype).removeprefix("torch.")
     note(f"target {target.name}, {dtype} on {target.device}")
     return target
+
+
+def quiet_loading() -> None:
+    """Switch off transformers' bars, which a load of a second does not need."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
 
 
 def build_engine(

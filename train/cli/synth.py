@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from infer.chat import user_turn_prefix
+    from infer.cli import common
     from infer.cli.common import write_json
     from infer.engine import Engine
     from infer.target import TargetModel
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.batch < 1:
         raise ValueError(f"--batch must be at least 1, given {args.batch}")
+    common.quiet_loading()
     target = TargetModel.load(args.target, dtype=args.dtype, device=args.device)
     max_length = config.max_sequence_length(len(user_turn_prefix(target.tokenizer)))
     if requests is not None:
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         args.out,
         requests=requests,
         target_fingerprint=target.fingerprint,
-        rows_per_chunk=2 * args.batch,
+        rows_per_chunk=4 * args.batch,
         max_sequence_length=max_length,
     )
     report = _run_with_progress(synthesizer, config.num_conversations)
