@@ -67,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         _command("bench", str(head), "--limit", "2", "--max-tokens", "96", "--json", str(bench))
     _step("5. A sample: what the head guessed and the target accepted is green")
-    _command("generate", str(head), "--prompt", "What should I pack for a weekend trip to the mountains?", "--show-accepted")
+    _command(
+        "generate", str(head), "--prompt", "What should I pack for a weekend trip to the mountains?", "--show-accepted"
+    )
     print(f"\nDone in {(time.monotonic() - start) / 60:.1f} minutes. Next:")
     print(f'  headstart generate {head} --prompt "Why is the sky blue?"')
     print(f"  headstart report {folder}")
