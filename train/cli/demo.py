@@ -17,6 +17,7 @@ from pathlib import Path
 MODEL = "smollm2-135m"
 RECIPE = "smollm2-135m-eagle3-demo"
 NUM_CONVERSATIONS = 400
+SAMPLE_PROMPT = "What should I pack for a weekend trip to the mountains?"
 
 HELP = f"""\
 Fetch a small instruct model, let it write its own training conversations, train an EAGLE-3 head on
@@ -67,9 +68,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _command("bench", str(head), "--limit", "2", "--max-tokens", "96", "--json", str(bench))
     _step("5. A sample: what the head guessed and the target accepted is green")
-    _command(
-        "generate", str(head), "--prompt", "What should I pack for a weekend trip to the mountains?", "--show-accepted"
-    )
+    _command("generate", str(head), "--prompt", SAMPLE_PROMPT, "--show-accepted")
     print(f"\nDone in {(time.monotonic() - start) / 60:.1f} minutes. Next:")
     print(f'  headstart generate {head} --prompt "Why is the sky blue?"')
     print(f"  headstart report {folder}")
