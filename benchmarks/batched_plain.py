@@ -17,8 +17,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from infer.bench import load_average, machine_facts
 from infer.engine import Engine
+from infer.machine import load_average, machine_facts
 from infer.sampling import SamplingParams
 from infer.target import TargetModel
 

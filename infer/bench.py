@@ -19,13 +19,10 @@ texts.
 from __future__ import annotations
 
 import hashlib
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +30,7 @@ import torch
 from infer.drafters.base import TreeSettings
 from infer.engine import Engine
 from infer.evaluate import DEFINITION, Acceptance, EvalPrompt
+from infer.machine import machine_facts
 from infer.noise import gumbel, position_key
 from infer.repetition import LOOP_SHARE, is_looping
 from infer.rows import RowGroup
@@ -417,41 +415,6 @@ def ids_hash(token_ids: Sequence[int]) -> str:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def machine_facts() -> dict[str, Any]:
-    """What a reader needs to know to compare the times with those of another machine."""
-    import transformers
-
-    cpu = _cpu_info()
-    flags = cpu.get("flags", "").split()
-    return {
-        "cpu": cpu.get("model name") or platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "avx512_bf16": "avx512_bf16" in flags,
-        "amx_bf16": "amx_bf16" in flags,
-        "load": load_average(),
-    }
-
-
-def load_average() -> float | None:
-    """Processes that wanted a core over the last minute; None where the system does not say."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
-def _cpu_info() -> dict[str, str]:
-    """The first processor's fields in /proc/cpuinfo, or nothing on systems without it."""
-    try:
-        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _checked_methods(methods: Sequence[str], engine: Engine) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from infer.machine import cpu_name
 from infer.rows import RowGroup
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def save_cost(target: TargetModel, cost: CostModel) -> None:
 def cost_path(target: TargetModel) -> Path:
     """Where the table of this target, dtype, device and thread count is kept."""
     on_gpu = target.device.type == "cuda"
-    device = torch.cuda.get_device_name(target.device) if on_gpu else platform.processor() or platform.machine()
+    device = torch.cuda.get_device_name(target.device) if on_gpu else cpu_name()
     key = [target.fingerprint, str(target.dtype), device, torch.get_num_threads(), torch.__version__]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return _cache_folder() / "headstart" / "costs" / f"{digest[:24]}.json"

@@ -336,7 +336,7 @@ def load_engine(
     target: str | Path | TargetModel | None = None,
     *,
     dtype: str = "auto",
-    device: str = "cpu",
+    device: str = "auto",
     max_requests: int = 32,
     max_length: int | None = None,
     rule: str = "match",

@@ -46,23 +46,25 @@ class _Shared:
         return forward
 
 
-def fuse_projections(model: nn.Module) -> int:
-    """Fuse what can be fused, in place; returns the number of groups. `unfuse_projections` takes it back."""
-    num_fused = 0
-    for projections in _sibling_projections(model):
-        shared = _Shared(projections)
-        lead, *followers = projections
-        lead.forward = shared.lead  # type: ignore[method-assign,assignment]
-        for index, projection in enumerate(followers):
-            projection.forward = shared.follow(projection, index)  # type: ignore[method-assign,assignment]
-        num_fused += 1
-    return num_fused
+class FusedProjections:
+    """All sibling projections of a model, fused when built; `disable` and `enable` switch between the two ways of
+    computing them (the weights are views of the fused tensors either way)."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self._forwards: list[tuple[nn.Linear, Callable[[torch.Tensor], torch.Tensor]]] = []
+        for projections in _sibling_projections(model):
+            shared = _Shared(projections)
+            lead, *followers = projections
+            self._forwards.append((lead, shared.lead))
+            self._forwards.extend((each, shared.follow(each, index)) for index, each in enumerate(followers))
 
-def unfuse_projections(model: nn.Module) -> None:
-    """Give every projection its own forward back; the weights stay views of the fused tensors."""
-    for projections in _sibling_projections(model):
-        for projection in projections:
+    def enable(self) -> None:
+        for projection, forward in self._forwards:
+            projection.forward = forward  # type: ignore[method-assign,assignment]
+
+    def disable(self) -> None:
+        """Give every projection its own forward back."""
+        for projection, _ in self._forwards:
             projection.__dict__.pop("forward", None)
 
 

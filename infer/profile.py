@@ -20,11 +20,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from infer.bench import dtype_name, machine_facts
+from infer.bench import dtype_name
 from infer.cost import CONTEXT, WIDTHS, CostModel, measure_target, median_milliseconds, save_cost
 from infer.drafters.base import Drafter, TreeSettings
 from infer.drafters.head import HeadDrafter
 from infer.drafters.hybrid import HybridDrafter
+from infer.machine import machine_facts
 from infer.target import TargetModel
 
 _MIN_STREAM_BYTES = 256 << 20

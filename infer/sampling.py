@@ -34,7 +34,7 @@ _ROUNDING = 1e-5
 _NUM_SEEDS = 1 << 63
 
 
-class SamplingError(RuntimeError):
+class SamplingError(ValueError):
     """A row of scores from which nothing can be drawn: it should fail its own request and no other."""
 
 

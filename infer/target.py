@@ -24,7 +24,7 @@ from torch import nn
 
 from infer import attention
 from infer.cache import SlotCache
-from infer.fuse import fuse_projections, unfuse_projections
+from infer.fuse import FusedProjections
 from infer.rows import PACKED_ROWS, PackedRows, RowGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -70,6 +70,7 @@ class TargetModel:
         self.max_length = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 30)
         self.eos_ids = _eos_ids(model, tokenizer)
         self._keep_argument = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._fused = FusedProjections(model)
         self._fingerprint: str | None = None
         self._key_value_shape = (0, 0, 0)
 
@@ -133,12 +134,12 @@ class TargetModel:
     def _enter(self) -> None:
         attention.register()
         self.model.set_attn_implementation(attention.ATTENTION_NAME)
-        fuse_projections(self.model)
+        self._fused.enable()
 
     @contextmanager
     def stock(self) -> Iterator[Any]:
         """The same weights as the stock transformers model, for baselines; packed forwards must wait until it ends."""
-        unfuse_projections(self.model)
+        self._fused.disable()
         self.model.set_attn_implementation("eager" if self._uses_softcap() else "sdpa")
         try:
             yield self.model

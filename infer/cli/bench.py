@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from infer.bench import METHODS, NOISY_LOAD, BenchReport, Row, benchmark, ids_hash, load_average
+from infer.bench import METHODS, NOISY_LOAD, BenchReport, Row, benchmark, ids_hash
 from infer.cli import common
 from infer.evaluate import DEFINITION, EvalPrompt, limit_per_domain, render_prompts
+from infer.machine import load_average
 from infer.prompts import load_prompts
 
 if TYPE_CHECKING:

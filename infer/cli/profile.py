@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infer.bench import NOISY_LOAD, load_average
+from infer.bench import NOISY_LOAD
 from infer.cli import common
+from infer.machine import load_average
 
 if TYPE_CHECKING:
     from rich.table import Table

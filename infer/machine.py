@@ -1,0 +1,49 @@
+"""What machine this is: named beside every figure, and part of the key of what was measured on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def machine_facts() -> dict[str, Any]:
+    """What a reader needs to know to compare the times with those of another machine."""
+    import transformers
+
+    flags = _cpu_info().get("flags", "").split()
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "avx512_bf16": "avx512_bf16" in flags,
+        "amx_bf16": "amx_bf16" in flags,
+        "load": load_average(),
+    }
+
+
+def load_average() -> float | None:
+    """Processes that wanted a core over the last minute; None where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def cpu_name() -> str:
+    """The processor's own name where the system tells it, else its architecture."""
+    return _cpu_info().get("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_info() -> dict[str, str]:
+    """The first processor's fields in /proc/cpuinfo, or nothing on systems without it."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
