@@ -42,7 +42,13 @@ def packed_attention(
     Returns ([1, R, Hq, Dv], None), as transformers expects. Query heads of a group are folded into rows, so that
     grouped-query attention is one batched product over key/value heads and nothing is repeated.
     """
-    assert packed_rows is not None, "the model was called without packed_rows: call it through TargetModel.forward"
+    if packed_rows is None:
+        raise ValueError(
+            "no packed rows reached the attention function: either this model does not hand its keyword arguments on "
+            "to its layers, which headstart needs, or it was not called through TargetModel.forward"
+        )
+    if attention_mask is not None:
+        raise ValueError("this model makes an attention mask of its own, which packed rows cannot follow")
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"this model's attention uses {name!r}, which headstart does not implement")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,7 @@ def render_text(tokenizer: Any, messages: Sequence[Message], *, add_generation_p
     """The chat as text. `raw` joins the contents without a template (for base models), on explicit request
     only.
     """
+    _check_messages(messages)
     if raw:
         return _raw_text(tokenizer, messages)
     if not getattr(tokenizer, "chat_template", None):
@@ -63,14 +65,14 @@ def render_text(tokenizer: Any, messages: Sequence[Message], *, add_generation_p
             f"the chat template of {tokenizer_name(tokenizer)} refused messages with roles {roles}: {error}"
         ) from error
     assert isinstance(text, str)
-    return text
+    return _checked_text(text)
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Ids of plain text with the tokenizer's own special tokens, where a leading BOS in `text` is not
     doubled.
     """
-    token_ids = token_id_list(tokenizer(text))
+    token_ids = token_id_list(tokenizer(_checked_text(text)))
     bos_token, bos = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
     if bos_token and text.startswith(bos_token) and token_ids[:2] == [bos, bos]:
         adds_bos = token_id_list(tokenizer(""))[:1] == [bos]
@@ -194,7 +196,36 @@ def token_id_list(value: Any) -> list[int]:
         if len(value) != 1:
             raise ValueError(f"expected the token ids of one text, given {len(value)} rows; encode texts one at a time")
         return token_id_list(value[0])
-    return [int(token_id) for token_id in value]
+    return [operator.index(token_id) for token_id in value]
+
+
+def is_unicode(text: str) -> bool:
+    """Whether tokenizers take `text`: not if it holds half a surrogate pair, as cut JSON escapes and odd bytes on a
+    command line leave.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _checked_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = text[max(0, error.start - 40) : error.start + 40]
+        raise ValueError(f"the text holds half a surrogate pair, which is no character: {place!r}") from error
+    return text
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    """Templates print whatever a message holds: a None, a list of parts or nothing at all, without a word."""
+    for index, message in enumerate(messages):
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                given = f"has {name} {message[name]!r:.80}" if name in message else f"has no {name}"
+                raise ValueError(f"message {index} {given}: expected a text")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 
 from infer.cache import SlotAllocator, SlotCache
-from infer.chat import Message, encode_text, render_prompt
+from infer.chat import Message, encode_text, render_prompt, token_id_list
 from infer.cost import CostModel, cost_of
 from infer.drafters.base import Drafter, DraftLimit, TreeSettings
 from infer.growth import fit
@@ -53,6 +53,8 @@ class Engine:
     ) -> None:
         if max_requests < 1:
             raise ValueError(f"max_requests must be at least 1, got {max_requests}")
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length must be at least 1, got {max_length}")
         self.target = target
         self.drafter = drafter
         self.max_requests = max_requests
@@ -130,7 +132,7 @@ class Engine:
             raise ValueError(
                 f"{len(prompts)} prompts were given {len(each)} sampling parameters: give one, or one each"
             )
-        token_ids = [self._encode(prompt) for prompt in prompts]
+        token_ids = [self._encode(index, prompt) for index, prompt in enumerate(prompts)]
         for index, (ids, one) in enumerate(zip(token_ids, each, strict=True)):
             self._check(index, ids, one)
         requests = [
@@ -308,12 +310,20 @@ class Engine:
         if self.drafter is not None:
             self.drafter.open(num_slots=num_slots, num_columns=num_columns, tree=self.tree, cost=self._tree_cost)
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, index: int, prompt: Prompt) -> list[int]:
+        is_chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        if (is_chat or isinstance(prompt, str)) and self.target.tokenizer is None:
+            raise ValueError(f"prompt {index} is text, and this target was given no tokenizer: give token ids")
         if isinstance(prompt, str):
             return encode_text(self.target.tokenizer, prompt)
-        if prompt and isinstance(prompt[0], Mapping):
+        if is_chat:
             return render_prompt(self.target.tokenizer, cast(Sequence[Message], prompt))
-        return list(cast(Sequence[int], prompt))
+        try:
+            return token_id_list(prompt)
+        except (TypeError, KeyError) as error:
+            raise ValueError(
+                f"prompt {index} is {prompt!r:.80}: expected a text, a list of chat messages, or token ids"
+            ) from error
 
     def _check(self, index: int, prompt: Sequence[int], params: SamplingParams) -> None:
         if not len(prompt):

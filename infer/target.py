@@ -13,7 +13,7 @@ import hashlib
 import inspect
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -320,6 +320,7 @@ class TargetModel:
                 **{PACKED_ROWS: probe},
             )
             self._key_value_shape = probe.shape()
+            self._check_windows(probe.windows)
             cache = self.new_cache(num_slots=2, num_columns=len(tokens))
             first = RowGroup(slot=1, prefix=0, tokens=tokens[:5])
             rest = RowGroup(slot=1, prefix=5, tokens=tokens[5:])
@@ -332,24 +333,40 @@ class TargetModel:
                 f"(largest logit {scale:.2g}). Its attention does something that headstart does not implement."
             )
 
+    def _check_windows(self, given: Mapping[int, int | None]) -> None:
+        """Refuse windows that a model keeps to its mask: packed rows take none, and would see beyond them.
+
+        The short text of the proof ends before such a window does.
+        """
+        window, layers = _sliding_layers(self.config, self.num_layers)
+        silent = [layer for layer in layers if given.get(layer) is None]
+        if silent and window < self.max_length:
+            raise ValueError(
+                f"{self.name} keeps the sliding window of {window} of its layers {silent} to its attention mask, where "
+                "headstart cannot see it, so texts longer than that would be decoded wrongly. It is not supported"
+            )
+
 
 class _ShapeProbe:
-    """Stands in for PackedRows once, to learn which layers attend and the shape of their keys and values."""
+    """Stands in for PackedRows once, to learn which layers attend, their windows, and the shape of keys and values."""
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
         self.shapes: dict[int, tuple[int, int, int]] = {}
+        self.windows: dict[int, int | None] = {}
         self.cache = self
         self.columns = torch.empty(0)
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
         self.first_slot = self.last_slot = self.length = 0
         self.num_slots = 1
         self.rows_per_slot = 0
+        self._layer = -1
 
     def write(self, layer: int, columns: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.shapes[layer] = (keys.shape[0], keys.shape[-1], values.shape[-1])
         self._last = (keys[None], values[None])
         self.rows_per_slot = keys.shape[1]
+        self._layer = layer
 
     def read(self, *_: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._last is not None
@@ -361,8 +378,8 @@ class _ShapeProbe:
     def unpad(self, rows: torch.Tensor) -> torch.Tensor:
         return rows[0]
 
-    def bias(self, *_: Any) -> None:
-        return None
+    def bias(self, window: int | None, *_: Any) -> None:
+        self.windows[self._layer] = window
 
     def shape(self) -> tuple[int, int, int]:
         if sorted(self.shapes) != list(range(self.num_layers)):
@@ -384,6 +401,16 @@ def _decoder_layers(model: Any) -> list[nn.Module]:
     raise ValueError(
         f"{type(model).__name__} has no list of {num_layers} decoder layers at its top level: it cannot be tapped"
     )
+
+
+def _sliding_layers(config: Any, num_layers: int) -> tuple[int, list[int]]:
+    """The sliding window that a config puts in force, and at which layers (at none if there is no window)."""
+    # A setting that the family's own config does not have is left over from another family, and means nothing.
+    window = getattr(config, "sliding_window", None) if hasattr(type(config), "sliding_window") else None
+    if window is None or getattr(config, "use_sliding_window", True) is False:
+        return 0, []
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
+    return int(window), [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
 
 
 def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:

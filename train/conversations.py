@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infer.chat import Rendered, render_training, special_ids
+from infer.chat import Rendered, is_unicode, render_training, special_ids
 from infer.prompts import load_prompts, normalise_text, prompt_hashes, text_hash
 
 ROLES = {
@@ -202,11 +202,12 @@ def check_mask(tokenizer: Any, rendered: Rendered, messages: Sequence[Mapping[st
     supervised, total = rendered.num_supervised, len(rendered.token_ids)
     if supervised in (0, total):
         raise ValueError(f"the loss mask covers {supervised} of {total} tokens; a chat needs some and not all")
-    answers = [_letters(message["content"]) for message in messages if message["role"] == "assistant"]
     special = special_ids(tokenizer)
+    markers = [str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in sorted(special)]
+    answers = [_letters(message["content"], markers) for message in messages if message["role"] == "assistant"]
     for run in masked_runs(rendered):
         text = tokenizer.decode([token_id for token_id in run if token_id not in special])
-        if not any(_letters(text) in answer for answer in answers):
+        if not any(_letters(text, markers) in answer for answer in answers):
             raise ValueError(f"the loss mask covers text that no assistant message holds: {text[:200]!r}")
 
 
@@ -292,7 +293,11 @@ def _file_rows(path: Path) -> Iterator[tuple[int, Any]]:
         first = stream.readline().removeprefix(b"\xef\xbb\xbf").strip()
         rest_is_blank = not stream.read(4096).strip()
     if first.startswith(b"[") and (rest_is_blank or not _is_json(first)):
-        yield from _array_rows(path.read_text(encoding="utf-8-sig"))
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is one JSON array that is not UTF-8: {error}") from error
+        yield from _array_rows(text)
     else:
         yield from _line_rows(path)
 
@@ -300,7 +305,7 @@ def _file_rows(path: Path) -> Iterator[tuple[int, Any]]:
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -314,7 +319,7 @@ def _line_rows(path: Path) -> Iterator[tuple[int, Any]]:
                     yield number, json.loads(text)
             except UnicodeDecodeError:
                 yield number, RowFault("not UTF-8")
-            except ValueError:
+            except (ValueError, RecursionError):  # the latter: nested too deeply
                 yield number, RowFault("not JSON")
 
 
@@ -330,7 +335,7 @@ def _array_rows(text: str) -> Iterator[tuple[int, Any]]:
             return
         try:
             row, position = decoder.raw_decode(text, position)
-        except ValueError:
+        except (ValueError, RecursionError):
             yield line, RowFault("not JSON (the array ends here)")
             return
         yield line, row
@@ -418,6 +423,8 @@ def _parse_message(message: Any, fixes: list[str]) -> dict[str, str]:
         fixes.append("text parts joined")
     if not isinstance(content, str):
         raise RowFault("content is not text")
+    if not is_unicode(content):
+        raise RowFault("text with half a surrogate pair")
     return {"role": ROLES[role.lower()], "content": content}
 
 
@@ -467,8 +474,12 @@ def _trimmed(turns: list[dict[str, str]], fixes: list[str], *, require_answer: b
     return turns[: last + 1]
 
 
-def _letters(text: str) -> str:
-    """Text without what tokenizers may change when they decode: blanks, case, compatibility forms, cut characters."""
+def _letters(text: str, markers: Sequence[str]) -> str:
+    """Text without what tokenizers may change when they decode: blanks, case, compatibility forms, cut characters; and
+    without the special tokens' names in `markers`, which an answer may quote.
+    """
+    for marker in markers:
+        text = text.replace(marker, "")
     return "".join(unicodedata.normalize("NFKC", text).casefold().replace("\ufffd", "").split())
 
 

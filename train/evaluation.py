@@ -18,15 +18,19 @@ import torch
 
 from configs.schema import EvalConfig
 from heads.eagle3 import Eagle3Head
+from infer.bench import benchmark
 from infer.cost import CostModel
 from infer.drafters.base import TreeSettings
 from infer.drafters.head import HeadDrafter
+from infer.drafters.hybrid import HybridDrafter
+from infer.drafters.ngram import NgramDrafter
 from infer.engine import Engine
 from infer.evaluate import AcceptanceReport, EvalPrompt, evaluate
 from infer.target import TargetModel
 from train.unroll import Batch, Teacher, plan_rows, unrolled_loss, unrolled_states
 
 CHAIN_DEPTH = 5
+NUM_TIMED_PROMPTS = 5
 
 
 def decoding_copy(head: Eagle3Head, target: TargetModel) -> Eagle3Head:
@@ -54,6 +58,34 @@ def decode_acceptance(
         max_tokens=settings.max_tokens,
         seed=settings.seed,
     )
+
+
+def decode_speed(
+    target: TargetModel, head: Eagle3Head, prompts: Sequence[EvalPrompt], settings: EvalConfig
+) -> dict[str, float]:
+    """Tokens a second with the head as users get it (an adaptive tree, joined by the lookup) against plain decoding.
+
+    The first few held-out prompts, at the first temperature, one after the other and interleaved with plain decoding:
+    enough for a curve, not for a claim (`headstart bench` is for those).
+    """
+    engine = Engine(target, HybridDrafter([HeadDrafter(decoding_copy(head, target)), NgramDrafter()]), max_requests=1)
+    report = benchmark(
+        engine,
+        prompts[:NUM_TIMED_PROMPTS],
+        head="",
+        temperatures=settings.temperatures[:1],
+        max_tokens=settings.max_tokens,
+        methods=("plain", "headstart"),
+        repeats=1,
+        seed=settings.seed,
+    )
+    plain, drafted = (next(row for row in report.results if row.method == name) for name in ("plain", "headstart"))
+    return {
+        "speedup": drafted.ratio_to_plain,
+        "tokens_per_second": drafted.tokens_per_second,
+        "plain_tokens_per_second": plain.tokens_per_second,
+        "tree_accepted_length": float(drafted.accepted_length or 0.0),
+    }
 
 
 @torch.no_grad()

@@ -31,12 +31,16 @@ def plot_run(folder: Path) -> Path | None:
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    figure = Figure(figsize=(13, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    left, middle, right = figure.subplots(1, 3)
-    _draw_positions(left, _best(evaluations), evaluations[-1])
-    _draw_acceptance(middle, evaluations)
-    _draw_loss(right, steps)
+    (length, speed, overlap), (position, domain, context) = figure.subplots(2, 3)
+    best = _best(evaluations)
+    _draw_acceptance(length, evaluations)
+    _draw_speed(speed, evaluations)
+    _draw_overlap(overlap, steps)
+    _draw_positions(position, best)
+    _draw_parts(domain, best["acceptance"]["by_domain"], "domain")
+    _draw_parts(context, best["acceptance"]["by_context"], "tokens before the round")
     figure.suptitle(folder.name)
     path = folder / PICTURE_FILE
     figure.savefig(path, dpi=120)
@@ -47,29 +51,51 @@ def _best(evaluations: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return max(evaluations, key=lambda record: float(record["accepted_length"]))
 
 
-def _draw_positions(axes: Axes, best: Mapping[str, Any], last: Mapping[str, Any]) -> None:
-    for name, record in (("best", best), ("last", last)):
-        for temperature, measured in record["acceptance"]["by_temperature"].items():
-            shares = measured["by_position"]
-            label = f"{name}, T={float(temperature):g}"
-            axes.plot(range(1, len(shares) + 1), shares, marker="o", label=label)
-    axes.set(xlabel="draft position", ylabel="share of rounds accepted", ylim=(0, 1), title="acceptance by position")
+def _draw_positions(axes: Axes, best: Mapping[str, Any]) -> None:
+    for temperature, measured in best["acceptance"]["by_temperature"].items():
+        shares = measured["by_position"]
+        axes.plot(range(1, len(shares) + 1), shares, marker="o", label=f"T = {float(temperature):g}")
+    axes.set(xlabel="draft position", ylim=(0, 1), title="best head: share of rounds accepted")
     axes.legend()
+
+
+def _draw_parts(axes: Axes, parts: Mapping[str, Mapping[str, Any]], name: str) -> None:
+    """Accepted length of the best head by domain or context, with the number of rounds it rests on."""
+    labels = [f"{part}\n({measured['num_rounds']} rounds)" for part, measured in parts.items()]
+    lengths = [measured["accepted_length"] - 1 for measured in parts.values()]
+    bars = axes.barh(range(len(parts)), lengths, left=1.0, color="tab:blue")
+    axes.bar_label(bars, [f"{length + 1:.2f}" for length in lengths], padding=3, fontsize="small")
+    axes.set_yticks(range(len(parts)), labels, fontsize="small")
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set(xlabel="tokens a round (chain)", ylabel=name, title="best head: accepted length")
 
 
 def _draw_acceptance(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> None:
     minutes = [record["train_seconds"] / 60 for record in evaluations]
     axes.plot(minutes, [record["accepted_length"] for record in evaluations], marker="o", color="black")
-    axes.set(xlabel="training minutes", ylabel="tokens a round", title="accepted length (chain), agreement")
+    axes.set(xlabel="training minutes", ylabel="tokens a round", title="accepted length (black), agreement (dashed)")
     shares = axes.twinx()
     for depth in range(min(4, min(len(record["agreement"]) for record in evaluations))):
         values = [record["agreement"][depth] for record in evaluations]
-        shares.plot(minutes, values, linestyle="--", label=f"agreement, depth {depth + 1}")
+        shares.plot(minutes, values, linestyle="--", label=f"depth {depth + 1}")
     shares.set(ylim=(0, 1))
-    shares.legend(loc="lower right", fontsize="small")
+    shares.legend(loc="upper left", fontsize="small", ncols=2)
 
 
-def _draw_loss(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
+def _draw_speed(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> None:
+    """Tokens a second of a few held-out prompts, with the head and plain, measured beside each other."""
+    timed = [record for record in evaluations if record.get("speed")]
+    minutes = [record["train_seconds"] / 60 for record in timed]
+    for name, label in (("tokens_per_second", "with the head"), ("plain_tokens_per_second", "plain")):
+        axes.plot(minutes, [record["speed"][name] for record in timed], marker="o", label=label)
+    axes.set(xlabel="training minutes", ylabel="tokens a second", title="speed", ylim=(0, None))
+    if timed:
+        axes.legend()
+
+
+def _draw_overlap(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
+    """Overlap of head and target on training batches, pale as logged and averaged over neighbours."""
     depths = max((len(record["overlap_by_depth"]) for record in steps), default=0)
     for depth in range(depths):
         points = [
@@ -77,8 +103,14 @@ def _draw_loss(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
             for record in steps
             if depth < len(record["overlap_by_depth"])
         ]
-        axes.plot(*zip(*points, strict=True), linewidth=0.8, label=f"depth {depth + 1}")
-    axes.set(xlabel="training minutes", ylabel="overlap with the target", ylim=(0, 1), title="training batches")
+        minutes, values = zip(*points, strict=True)
+        span = max(1, len(values) // 40)
+        smooth = [
+            sum(values[max(0, i - span) : i + 1]) / len(values[max(0, i - span) : i + 1]) for i in range(len(values))
+        ]
+        axes.plot(minutes, values, linewidth=0.5, alpha=0.3, color=f"C{depth}")
+        axes.plot(minutes, smooth, label=f"depth {depth + 1}", color=f"C{depth}")
+    axes.set(xlabel="training minutes", ylim=(0, 1), title="overlap with the target, training batches")
     if depths:
         axes.legend()
 

@@ -31,7 +31,7 @@ from infer.chat import Rendered, tokenizer_hash
 from infer.evaluate import AcceptanceReport
 from infer.target import TargetModel
 from train.dataset import TrainingData, VisitOrder, load_data, source_of
-from train.evaluation import decode_acceptance, teacher_forced
+from train.evaluation import decode_acceptance, decode_speed, teacher_forced
 from train.features import CachedFeatures, FeatureSource, OnlineFeatures, rows_hash
 from train.report import plot_run
 from train.run_state import Best, RunState
@@ -46,7 +46,7 @@ HELD_OUT_BATCH = 4
 NOTICE_SECONDS = 10.0
 """Least time between two progress lines; `metrics.jsonl` has every `train.log_every` steps."""
 
-_ACCEPTANCE_KEYS = ("accepted_length", "acceptance", "agreement", "overlap")
+_ACCEPTANCE_KEYS = ("accepted_length", "acceptance", "agreement", "overlap", "speed")
 
 Evaluate = Callable[[TargetModel, Eagle3Head], AcceptanceReport]
 Notice = Callable[[str], None]
@@ -121,6 +121,7 @@ class Trainer:
         """`state` is that of the checkpoint to go on from; its head is read from beside it."""
         self.config, self.target, self.data, self.folder, self.notice = config, target, data, folder, notice
         self.evaluate = evaluate or self._decode
+        self.measure_speed = self._time_decoding if evaluate is None else lambda target, head: {}
         self.dtype = compute_dtype(config, target)
         identity = {
             "data_hash": rows_hash(data.rows),
@@ -290,6 +291,9 @@ class Trainer:
     def _decode(self, target: TargetModel, head: Eagle3Head) -> AcceptanceReport:
         return decode_acceptance(target, head, self.data.prompts, self.config.eval)
 
+    def _time_decoding(self, target: TargetModel, head: Eagle3Head) -> dict[str, float]:
+        return decode_speed(target, head, self.data.prompts, self.config.eval)
+
     def _evaluate(self) -> None:
         """Held-out acceptance; the head is saved to best/ if it is the best so far."""
         start = time.perf_counter()
@@ -297,6 +301,7 @@ class Trainer:
         with self._autocast():
             agreement = teacher_forced(self.head, self._held_out_batches(), self.teacher, num_steps=EVALUATED_DEPTHS)
         report = self.evaluate(self.target, self.head)
+        speed = self.measure_speed(self.target, self.head)
         self.head.train()
         step = self.state.progress.step
         self._evaluated_step = step
@@ -306,10 +311,11 @@ class Trainer:
             "accepted_length": accepted_length,
             "acceptance": report.to_dict(),
             **agreement,
+            "speed": speed,
             "seconds": time.perf_counter() - start,
         }
         self.metrics.write("evaluation", record)
-        self.tracker.log(step, _flat_evaluation(report, agreement))
+        self.tracker.log(step, _flat_evaluation(report, agreement, speed))
         best = Best.read(self.folder)
         is_best = best is None or best.beaten_by(accepted_length, step)
         self.state.stale_evaluations = 0 if is_best else self.state.stale_evaluations + 1
@@ -317,6 +323,7 @@ class Trainer:
         self.notice(
             f"step {step}: accepted length {accepted_length:.3f} on held-out prompts"
             f"{' (best)' if is_best else ''}, agreement by depth {depths}"
+            + (f", {speed['speedup']:.2f}x plain" if speed else "")
         )
         if is_best:
             save_head(self.folder / "best", self.head, self._card(record))
@@ -443,12 +450,16 @@ class Trainer:
         save_head(self.folder / "last", self.head, self._card({}), add_files=self.state.write)
 
     def _finish(self, status: str) -> dict[str, Any]:
-        best = self.folder / "best"
+        folder = self.folder / "best"
+        best = {**read_card(folder).training, **read_card(folder).acceptance} if folder.exists() else None
         summary = {
             "name": self.config.name,
             "status": status,
             **self._position(),
-            "best": {**read_card(best).training, **read_card(best).acceptance} if best.exists() else None,
+            "minutes": self.state.progress.seconds / 60,
+            "accepted_length": best["accepted_length"] if best else None,
+            "speedup": best.get("speed", {}).get("speedup") if best else None,
+            "best": best,
             "data": self.data.account,
             "draft_vocab_size": len(self.head.vocabulary),
             "label_coverage": label_coverage(self.data, self.head.vocabulary),
@@ -487,11 +498,18 @@ def _mean_by_depth(figures: Sequence[StepFigures], num_steps: int, name: str) ->
     return tuple(total / count for total, count in zip(totals, counts, strict=True) if count)
 
 
-def _flat_evaluation(report: AcceptanceReport, agreement: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    values = {
-        f"eval/accepted_length_t{temperature:g}": one.accepted_length
-        for temperature, one in report.by_temperature.items()
-    }
+def _flat_evaluation(
+    report: AcceptanceReport, agreement: Mapping[str, Sequence[float]], speed: Mapping[str, float]
+) -> dict[str, float]:
+    """Every curve by a name of its own: accepted length by temperature, domain and context, acceptance by position."""
+    values = {f"eval/{name}": value for name, value in speed.items()}
+    for temperature, one in report.by_temperature.items():
+        values[f"eval/accepted_length_t{temperature:g}"] = one.accepted_length
+        values |= {f"eval/acceptance_t{temperature:g}_{d}": share for d, share in enumerate(one.by_position, start=1)}
+    for domain, one in report.by_domain.items():
+        values[f"eval/accepted_length_{domain.replace(' ', '_')}"] = one.accepted_length
+    for context, one in report.by_context.items():
+        values[f"eval/accepted_length_context_{context}"] = one.accepted_length
     for name, shares in agreement.items():
         values |= {f"eval/{name}_{depth}": share for depth, share in enumerate(shares, start=1)}
     return values

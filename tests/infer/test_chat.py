@@ -183,6 +183,23 @@ def test_refused_messages_name_template_and_roles() -> None:
 
 
 @pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        ({"role": "user", "content": None}, "message 1 has content None: expected a text"),
+        ({"role": "user"}, "message 1 has no content: expected a text"),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "message 1 has content .*: expected a text"),
+        ({"content": "x"}, "message 1 has no role: expected a text"),
+        ({"role": "user", "content": "cut \ud83d"}, "half a surrogate pair"),
+    ],
+)
+@pytest.mark.parametrize("raw", [False, True])
+def test_contents_that_are_no_text_are_refused(message: Any, complaint: str, raw: bool) -> None:
+    """Templates printed them all the same: the model was asked about "None", or about a Python list."""
+    with pytest.raises(ValueError, match=complaint):
+        render_prompt(toy_tokenizer(), [{"role": "system", "content": "x"}, message], raw=raw)
+
+
+@pytest.mark.parametrize(
     "returned",
     [
         [5, 6],
@@ -208,6 +225,8 @@ def test_encodings_and_batches() -> None:
     assert token_id_list([]) == []
     with pytest.raises(ValueError, match="given 2 rows"):
         token_id_list([[1], [2]])
+    with pytest.raises(TypeError):
+        token_id_list([5.5])  # no id, and rounding it would make it one
 
 
 def test_user_turn_prefix_ends_with_the_user_header(smollm2: Any) -> None:

@@ -317,7 +317,25 @@ def test_bad_requests_are_refused_before_anything_runs(target):
         engine.generate([[5], [6]], [sampling()])
     with pytest.raises(ValueError, match="no verification rule 'matsch'"):
         Engine(target, rule="matsch")
+    with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
+        Engine(target, max_length=0)
     assert engine.generate([], sampling()) == []
+
+
+@pytest.mark.parametrize("prompt", [5, None, ["a"], [5.5], {"role": "user", "content": "x"}], ids=repr)
+def test_what_is_no_prompt_is_named(prompt, target):
+    with pytest.raises(ValueError, match=r"prompt 1 is .*: expected a text, a list of chat messages, or token ids"):
+        Engine(target).generate([[5], prompt], sampling())
+
+
+def test_prompts_as_tokenizers_return_them(target):
+    """Tensors and encodings once failed on the truth of a tensor."""
+    ids = torch.tensor(PROMPTS[0])
+    forms = [ids, ids[None], ids.numpy(), {"input_ids": PROMPTS[0]}, {"input_ids": ids[None]}]
+    answers = Engine(target).generate(forms, sampling())
+    assert {answer.prompt_token_ids for answer in answers} == {tuple(PROMPTS[0])}
+    with pytest.raises(ValueError, match="prompt 0 is text, and this target was given no tokenizer"):
+        Engine(target).generate(["Hi"], sampling())
 
 
 @pytest.mark.parametrize(

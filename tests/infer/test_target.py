@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from infer.rows import RowGroup, tree_group
 from infer.target import TargetModel
@@ -159,6 +160,59 @@ def test_unsupported_targets_are_refused_with_the_reason(tiny_model):
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="--device cpu"):
             TargetModel.load("anything", device="cuda")
+
+
+def mixture(**settings):
+    """A tiny mixture whose sliding layers leave their window to the attention mask."""
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        **settings,
+    )
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
+def test_a_window_that_only_the_mask_knows_is_refused(tiny_model):
+    """Packed rows take no mask from the model: past such a window its tokens were silently not the stock model's."""
+    with pytest.raises(ValueError, match=r"sliding window of 12 of its layers \[0\]"):
+        TargetModel.wrap(mixture(use_sliding_window=True, sliding_window=12, max_window_layers=1))
+    TargetModel.wrap(mixture(use_sliding_window=True, sliding_window=256, max_window_layers=1))  # never reached
+    TargetModel.wrap(mixture(use_sliding_window=False, sliding_window=12))
+    leftover = tiny_model("llama")
+    leftover.config.sliding_window = 12  # another family's setting, which this one does not read
+    TargetModel.wrap(leftover)
+
+
+def test_a_model_that_drops_keyword_arguments_is_refused():
+    """It was an assertion of ours, as if the caller had made the mistake."""
+    config = transformers.StableLmConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    with pytest.raises(ValueError, match="does not hand its keyword arguments on"):
+        TargetModel.wrap(transformers.StableLmForCausalLM(config))
+
+
+def test_a_model_that_makes_its_own_mask_is_refused():
+    """A mask that depends on keys would be ignored, which the short text of the proof does not show."""
+    config = transformers.DogeConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    with pytest.raises(ValueError, match="makes an attention mask of its own"):
+        TargetModel.wrap(transformers.DogeForCausalLM(config))
 
 
 def test_attention_that_differs_is_refused(tiny_model, monkeypatch):

@@ -67,6 +67,8 @@ def roles(conversation: Conversation) -> list[str]:
         ({"prompt": "Hi"}, "no messages, conversations or text field"),
         ("17", "row is not an object"),
         ('{"messages": [', "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ({"messages": [USER, {"role": "assistant", "content": "cut \ud83d"}]}, "text with half a surrogate pair"),
     ],
 )
 def test_bad_rows_are_dropped_for_a_reason_with_their_line(tmp_path: Path, row: Any, reason: str) -> None:
@@ -260,6 +262,13 @@ def test_wrong_masks_are_refused(mask: str) -> None:
     }
     with pytest.raises(ValueError, match="the loss mask covers"):
         check_mask(tokenizer, Rendered(token_ids=rendered.token_ids, loss_mask=masks[mask]), messages)
+
+
+def test_an_answer_may_quote_special_tokens() -> None:
+    """A file with one such answer could once not be inspected at all."""
+    tokenizer = toy_tokenizer()
+    (row,) = tokenize_conversations([conversation(assistant="It ends in <|im_end|>, always.")], tokenizer, 100)
+    check_mask(tokenizer, row, row.conversation.messages)
 
 
 def test_holdout_depends_on_the_conversation_only() -> None:

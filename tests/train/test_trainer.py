@@ -43,6 +43,12 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl")
 
 
+@pytest.fixture(autouse=True)
+def every_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests follow a run by its progress lines, so none may be left out."""
+    monkeypatch.setattr("train.trainer.NOTICE_SECONDS", 0.0)
+
+
 class Stopped(BaseException):
     """Stands for a kill: nothing in the trainer may catch it."""
 
