@@ -220,7 +220,9 @@ class HeadDrafter:
             shares = torch.cat([_draft_probs(growth, logits) for growth in growing])
         else:
             shares = torch.softmax(scores, dim=-1)
-        num_candidates = min(self._tree.branch, min(growth.limit.max_nodes for growth in growing), scores.shape[-1])
+        num_candidates = min(self._tree.branch, scores.shape[-1])
+        if self.sampled:  # every child drawn is kept, so no more may be drawn than the smallest budget holds
+            num_candidates = min(num_candidates, min(growth.limit.max_nodes for growth in growing))
         places = scores.topk(num_candidates, dim=-1).indices  # [F, branch]
         place_lists, share_lists = places.tolist(), shares.gather(-1, places).tolist()
         least = _NEGLIGIBLE if self._tree.adaptive and not self.sampled else 0.0
