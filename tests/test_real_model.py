@@ -22,6 +22,7 @@ from infer.prompts import load_prompts
 from infer.sampling import SamplingParams
 from infer.target import TargetModel
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 TREES = {
     "chain": TreeSettings.chain(4),
     "tree16": TreeSettings(max_nodes=16, max_depth=5, adaptive=False),
@@ -40,6 +41,13 @@ def random_head(target: TargetModel) -> Eagle3Head:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Eagle3Head(config, vocabulary).bind(target.embedding_weight)
+
+
+def trained_drafters(target: TargetModel) -> list[Drafter]:
+    """Those of the runs at hand: `make demo` leaves one."""
+    folders = [REPOSITORY / "runs" / name / "best" for name in ("demo", "best")]
+    loaded = [load_drafter(folder, target) for folder in folders if folder.is_dir()]
+    return [drafter for drafter in loaded if drafter is not None]
 
 
 def prompts(target: TargetModel, number: int) -> list[list[int]]:
@@ -64,11 +72,13 @@ def sampling(temperature: float, number: int, *, max_tokens: int) -> list[Sampli
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_a_cut_of_the_promise(target, temperature):
-    """4 prompts: a random head as a tree of 16 joined by the lookup, batched with unlike neighbours and alone."""
+    """4 prompts: a head (trained, where a run is at hand, else random) as a tree of 16 joined by the lookup, batched
+    with unlike neighbours and alone."""
     texts = prompts(target, 4)
     params = sampling(temperature, 4, max_tokens=20)
     expected = Engine(target).generate(texts, params)
-    drafter = HybridDrafter([HeadDrafter(random_head(target)), NgramDrafter()])
+    trained = trained_drafters(target)
+    drafter = trained[0] if trained else HybridDrafter([HeadDrafter(random_head(target)), NgramDrafter()])
     check_equal(target, drafter, texts, params, expected, TREES["tree16"], batch=4)
     check_equal(target, drafter, texts[:2], params[:2], expected[:2], TREES["tree32"], batch=1)
 
@@ -96,12 +106,7 @@ def test_the_promise(target, temperature, tree):
     texts = prompts(target, 20)
     params = sampling(temperature, 20, max_tokens=64)
     expected = Engine(target).generate(texts, params)
-    drafters: list[Drafter] = [NgramDrafter(), HeadDrafter(random_head(target))]
-    for folder in (Path("runs/demo/best"), Path("runs/best/best")):
-        if folder.is_dir():
-            trained = load_drafter(folder, target)
-            assert trained is not None
-            drafters.append(trained)
+    drafters: list[Drafter] = [NgramDrafter(), HeadDrafter(random_head(target)), *trained_drafters(target)]
     for drafter in drafters:
         check_equal(target, drafter, texts, params, expected, TREES[tree], batch=7)
     check_equal(target, drafters[-1], texts[:3], params[:3], expected[:3], TREES[tree], batch=1)
