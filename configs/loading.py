@@ -317,7 +317,15 @@ def _describe_one(option: Any) -> str:
 
 
 def _unknown_key(prefix: str, key: str, known: Iterable[str]) -> str:
+    elsewhere = [] if prefix else [f"{name}.{key}" for name in known if key in _keys_below(name)]
+    if elsewhere:
+        return f"there is no setting {key}; did you mean {' or '.join(elsewhere)}?"
     return f"there is no setting {prefix}{key}; {_suggest(key, list(known), prefix=prefix)}"
+
+
+def _keys_below(section: str) -> Iterable[str]:
+    field_type = get_type_hints(RunConfig)[section]
+    return get_type_hints(field_type) if dataclasses.is_dataclass(field_type) else ()
 
 
 def _suggest(given: str, known: Sequence[str], *, prefix: str = "") -> str:

@@ -72,7 +72,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Ids of plain text with the tokenizer's own special tokens, where a leading BOS in `text` is not
     doubled.
     """
-    token_ids = token_id_list(tokenizer(_checked_text(text)))
+    token_ids = token_id_list(tokenizer(_checked_text(text), verbose=False))  # lengths are checked elsewhere
     bos_token, bos = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
     if bos_token and text.startswith(bos_token) and token_ids[:2] == [bos, bos]:
         adds_bos = token_id_list(tokenizer(""))[:1] == [bos]
@@ -89,7 +89,7 @@ def render_prompt(
     text = render_text(tokenizer, messages, add_generation_prompt=add_generation_prompt, raw=raw)
     if raw:
         return encode_text(tokenizer, text)
-    return token_id_list(tokenizer(text, add_special_tokens=False))
+    return token_id_list(tokenizer(text, add_special_tokens=False, verbose=False))
 
 
 def render_training(
@@ -338,7 +338,7 @@ def _encode_with_offsets(
             f"the tokenizer of {tokenizer_name(tokenizer)} reports no offsets ({type(tokenizer).__name__}); "
             "training masks need a fast tokenizer (one with a tokenizer.json)"
         )
-    encoding = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+    encoding = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)
     offsets = [(int(start), int(end)) for start, end in encoding["offset_mapping"]]
     return token_id_list(encoding), offsets
 

@@ -51,6 +51,11 @@ class Engine:
         tree: TreeSettings | None = None,
         cost: CostModel | None = None,
     ) -> None:
+        if not isinstance(target, TargetModel):
+            raise ValueError(
+                f"target is {target!r:.80}: expected a TargetModel (TargetModel.load reads a folder or Hub name, "
+                "TargetModel.wrap takes a model)"
+            )
         if max_requests < 1:
             raise ValueError(f"max_requests must be at least 1, got {max_requests}")
         if max_length is not None and max_length < 1:
@@ -127,7 +132,9 @@ class Engine:
         """Queue prompts; `step` answers them. All are checked before any is queued."""
         if isinstance(prompts, str):
             raise ValueError("prompts is one text: give a list of prompts, [text]")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(prompts) and isinstance(prompts[0], Mapping) and "role" in prompts[0]:
+            raise ValueError("prompts is one chat: give a list of chats, [[{'role': ..., 'content': ...}]]")
+        each = _as_list(params, len(prompts))
         if len(each) != len(prompts):
             raise ValueError(
                 f"{len(prompts)} prompts were given {len(each)} sampling parameters: give one, or one each"
@@ -339,6 +346,14 @@ class Engine:
                 f"prompt {index} has {len(prompt)} tokens and asks for {params.max_tokens} more, "
                 f"but at most {limit} fit: shorten it or lower max_tokens"
             )
+
+
+def _as_list(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise ValueError(f"params is {params!r:.80}: expected SamplingParams, or a list with one for each prompt")
+    return list(params)
 
 
 def load_engine(

@@ -1,8 +1,8 @@
 """Evaluation prompts: the default set shipped with the package, a user's own file, and what keeps them out of
 training.
 
-A prompts file is JSON lines, `{"domain": ..., "messages": [{"role", "content"}, ...]}`, each ending in a user
-turn.
+A prompts file is JSON lines, `{"messages": [{"role", "content"}, ...]}`, each ending in a user turn. A `"domain"`
+beside the messages names the group that figures are given for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_PROMPTS = Path(__file__).parent / "data" / "prompts.jsonl"
+
+NO_DOMAIN = "other"
+"""The domain of a prompt that names none."""
 
 DOMAINS = (
     "chat",
@@ -49,10 +52,14 @@ def load_prompts(path: str | Path | None = None) -> list[EvaluationPrompt]:
             continue
         try:
             prompts.append(_parse_prompt(json.loads(line)))
-        except ValueError as error:  # json.JSONDecodeError is one
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f'{path}, line {number}: not JSON ({error}); expected {{"messages": [{{"role", "content"}}, ...]}}'
+            ) from error
+        except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     if not prompts:
-        raise ValueError(f"{path} holds no prompts; write one JSON object with domain and messages a line")
+        raise ValueError(f'{path} holds no prompts; write one JSON object {{"messages": [...]}} a line')
     return prompts
 
 
@@ -78,12 +85,12 @@ def user_texts(prompts: Iterable[EvaluationPrompt]) -> list[str]:
 
 def _parse_prompt(row: Any) -> EvaluationPrompt:
     if not isinstance(row, dict):
-        raise ValueError(f"expected an object with domain and messages, given {type(row).__name__}")
-    domain, messages = row.get("domain"), row.get("messages")
+        raise ValueError(f"expected an object with messages, given {type(row).__name__}")
+    domain, messages = row.get("domain", NO_DOMAIN), row.get("messages")
     if not isinstance(domain, str) or not domain.strip():
         raise ValueError(f"expected a domain name in 'domain', given {domain!r}")
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"expected a list of messages in 'messages', given {messages!r}")
+        raise ValueError(f"expected a list of messages in 'messages', given {messages!r:.80}")
     return EvaluationPrompt(domain=domain, messages=tuple(_parse_messages(messages)))
 
 

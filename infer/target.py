@@ -96,11 +96,7 @@ class TargetModel:
             raise ValueError(f"dtype {dtype!r} is unknown: expected auto, {', '.join(DTYPES)}")
         device = resolve_device(device)
         path = Path(source)
-        if not path.is_dir() and (path.is_absolute() or str(source).startswith((".", "models/"))):
-            raise ValueError(
-                f"there is no target folder {str(source)!r}: give a local folder or a Hub name, "
-                "or run `headstart fetch smollm2-135m` for the demo target"
-            )
+        refuse_missing(source)
         config = AutoConfig.from_pretrained(source, revision=revision)
         _refuse_unsupported(config)
         config.use_cache = True  # a fine-tune may have saved false; headstart keeps its own cache either way
@@ -391,6 +387,17 @@ class _ShapeProbe:
         if len(kinds) > 1:
             raise ValueError(f"layers with different key/value shapes are not supported: found {sorted(kinds)}")
         return kinds.pop()
+
+
+def refuse_missing(source: str | Path) -> None:
+    """Refuse a path to no folder, before the Hub is asked for a name that it cannot hold."""
+    path = Path(source)
+    is_hub_name = not path.is_absolute() and not str(source).startswith((".", "models/")) and len(path.parts) <= 2
+    if not path.is_dir() and not is_hub_name:
+        raise ValueError(
+            f"there is no target folder {str(source)!r}: give a local folder or a Hub name, "
+            "or run `headstart fetch smollm2-135m` for the demo target"
+        )
 
 
 def _decoder_layers(model: Any) -> list[nn.Module]:

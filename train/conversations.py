@@ -144,7 +144,9 @@ def load_conversations(
             f"{text[:300]!r}"
         )
     if not conversations:
-        raise ValueError(f"{source}: no conversation is left\n{report.summary()}")
+        raise ValueError(
+            f"{source}: no conversation is left: {'; '.join(map(str.strip, report.summary().splitlines()))}"
+        )
     return conversations, report
 
 
@@ -262,15 +264,21 @@ def decontaminate(conversations: Sequence[Conversation], report: LoadReport | No
     return kept
 
 
+def check_source(source: str | Path) -> None:
+    """Refuse a path to no file, before anything is loaded. Other names may be data sets of the Hub."""
+    path = Path(source)
+    if not path.is_file() and (path.suffix in _FILE_SUFFIXES or path.is_absolute()):
+        raise FileNotFoundError(f"no conversations file at {path}")
+
+
 def _rows(source: str | Path) -> Iterator[tuple[int, Any]]:
     """(line number, parsed row or RowFault) of a file, or (row number, row) of a data set."""
     path = Path(source)
+    check_source(path)
     if path.is_file() and path.suffix in (".parquet", ".arrow", ".csv"):
         yield from _dataset_rows(path.suffix[1:], data_files=str(path))
     elif path.is_file():
         yield from _file_rows(path)
-    elif path.suffix in _FILE_SUFFIXES or path.is_absolute():
-        raise FileNotFoundError(f"no conversations file at {path}")
     else:
         name, _, split = str(source).partition(":")
         yield from _dataset_rows(name, split=split or "train")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.tracking import read_metrics
+from train.tracking import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,7 +119,12 @@ def describe_run(folder: Path) -> str:
     """The run in a few lines, each figure with its definition."""
     path = folder / SUMMARY_FILE
     if not path.is_file():
-        raise ValueError(f"{folder} holds no finished run: {path} does not exist")
+        if (folder / METRICS_FILE).is_file():
+            raise ValueError(
+                f"{folder} was stopped before it wrote {SUMMARY_FILE}: go on with `headstart train ... --resume`, "
+                f"or see {folder / METRICS_FILE}"
+            )
+        raise ValueError(f"{folder} holds no run: {path} does not exist")
     summary = json.loads(path.read_text(encoding="utf-8"))
     lines = [
         f"{summary['name']}: {summary['status']} after {summary['step']} steps, "

@@ -85,7 +85,7 @@ def add_prompts_arguments(parser: argparse.ArgumentParser, *, limit: int | None)
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='JSON lines {"domain", "messages"} (default: the set that comes with headstart)',
+        help='JSON lines {"messages": [...]}, with a "domain" if you like (default: the set that comes with headstart)',
     )
     shown = "all" if limit is None else str(limit)
     group.add_argument(

@@ -53,11 +53,16 @@ def resolve_target(head: str | Path, target: str | Path | None) -> str | Path:
     if target is not None:
         return target
     if str(head) in (LOOKUP, NO_DRAFT):
-        raise ValueError(f"{head!r} belongs to no target: name one with --target (a local folder or a Hub name)")
+        raise ValueError(
+            f"{str(head)!r} belongs to no target: give one with --target or target= (a folder or Hub name)"
+        )
     folder = present_folder(Path(head))
     if not (folder / CARD_FILE).is_file():
+        best = folder / "best"
+        hint = f"; did you mean {str(best)!r}?" if (best / CARD_FILE).is_file() else ""
         raise ValueError(
-            f"{str(head)!r} is not a head: give an augmented model's folder (it holds {CARD_FILE}), 'ngram' or 'none'"
+            f"{str(head)!r} is not a head: give an augmented model's folder (it holds {CARD_FILE}), 'ngram' or "
+            f"'none'{hint}"
         )
     name = read_card(folder).target.name
     local = MODELS_FOLDER / name

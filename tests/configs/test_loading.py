@@ -59,6 +59,7 @@ def test_override_types(override: str, section: str, value: object) -> None:
     ("override", "message"),
     [
         ("optim.lrr=1", r"no setting optim\.lrr; did you mean optim\.lr\?"),
+        ("minutes=1", r"no setting minutes; did you mean train\.minutes\?"),
         ("optimm.lr=1", r"no setting optimm; did you mean optim\?"),
         ("train.zzz=1", r"no setting train\.zzz; known: train\.minutes"),
         ("optim.lr.x=1", r"optim\.lr is a setting with no keys below it"),

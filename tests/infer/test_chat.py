@@ -272,10 +272,17 @@ def test_default_prompts_cover_every_domain() -> None:
     assert text_hash("why does the SKY look blue, during the day and red at sunset") in prompt_hashes()
 
 
+def test_a_prompt_needs_no_domain(tmp_path: Path) -> None:
+    """Questions written for `generate` are messages alone; measurements put them in one group."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    assert [prompt.domain for prompt in load_prompts(path)] == ["other"]
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("{", "line 2"),
+        ("{", "line 2: not JSON"),
         ("[]", "line 2: expected an object"),
         ('{"domain": "", "messages": []}', "line 2: expected a domain"),
         ('{"domain": "chat", "messages": []}', "line 2: expected a list of messages"),

@@ -315,6 +315,12 @@ def test_bad_requests_are_refused_before_anything_runs(target):
         engine.generate([[5] * 250], sampling())
     with pytest.raises(ValueError, match="2 prompts were given 1 sampling"):
         engine.generate([[5], [6]], [sampling()])
+    with pytest.raises(ValueError, match="prompts is one chat: give a list of chats"):
+        engine.generate([{"role": "user", "content": "x"}], sampling())
+    with pytest.raises(ValueError, match=r"params is \{'temperature': 0\}: expected SamplingParams"):
+        engine.generate([[5]], {"temperature": 0})
+    with pytest.raises(ValueError, match="target is 'models/x': expected a TargetModel"):
+        Engine("models/x")
     with pytest.raises(ValueError, match="no verification rule 'matsch'"):
         Engine(target, rule="matsch")
     with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):

@@ -113,7 +113,7 @@ def test_fixable_rows_are_kept_and_the_fix_is_noted(
 
 
 def test_nothing_left_is_an_error_with_the_reasons(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no conversation is left\n2 rows in, 0 kept, 2 dropped"):
+    with pytest.raises(ValueError, match=r"no conversation is left: 2 rows in, 0 kept, 2 dropped; 1 dropped: "):
         load_conversations(write(tmp_path, [[], {"messages": [SYSTEM]}]))
     with pytest.raises(ValueError, match="no conversation is left"):
         load_conversations(write(tmp_path, ["[]"]))

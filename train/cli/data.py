@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
     from infer.chat import template_hash, tokenizer_hash
     from infer.cli.common import write_json
+    from infer.target import refuse_missing
     from train.conversations import (
         LoadReport,
         TrainingRow,
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         tokenize_conversations,
     )
 
+    refuse_missing(args.target)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     conversations, report = load_conversations(args.file, limit=args.limit)
     rendering = LoadReport()

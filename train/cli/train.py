@@ -21,11 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from configs.loading import load_config
-    from infer.cli.common import write_json
+    from infer.cli.common import quiet_loading, write_json
+    from train.conversations import check_source
     from train.report import describe_run
     from train.trainer import train
 
     config = load_config(args.recipe, args.overrides)
+    for source in (*config.data.train, *config.data.eval):
+        check_source(source)
+    quiet_loading()
     summary = train(
         config,
         runs_folder=args.runs,
