@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from heads.checkpoint import load_head
+    from infer.drafters.base import TreeSettings
     from infer.engine import Engine, load_engine
     from infer.request import Completion
     from infer.sampling import SamplingParams
@@ -31,6 +32,7 @@ __all__ = [
     "Engine",
     "SamplingParams",
     "TargetModel",
+    "TreeSettings",
     "__version__",
     "load_engine",
     "load_head",
@@ -42,6 +44,7 @@ _EXPORTS = {
     "Engine": "infer.engine",
     "SamplingParams": "infer.sampling",
     "TargetModel": "infer.target",
+    "TreeSettings": "infer.drafters.base",
     "load_engine": "infer.engine",
     "load_head": "heads.checkpoint",
 }

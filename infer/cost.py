@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from infer.machine import cpu_name
+from infer.machine import cpu_name, load_average
 from infer.rows import RowGroup
 
 if TYPE_CHECKING:
@@ -98,14 +98,17 @@ def measure_target(
 
 
 def cost_of(target: TargetModel) -> CostModel:
-    """The table of this target on this machine: from the user's cache folder, else measured now and kept there."""
+    """The table of this target on this machine: from the user's cache folder, else measured now and kept there,
+    unless other work keeps the cores busy: then the times say too little about the machine to be kept."""
     path = cost_path(target)
     try:
         stored = json.loads(path.read_text())
         return CostModel(widths=tuple(stored["widths"]), milliseconds=tuple(stored["milliseconds"]))
     except (OSError, ValueError, KeyError, TypeError):  # no table yet, or not one of ours
         cost = measure_target(target)
-    save_cost(target, cost)
+    load = load_average()
+    if target.device.type != "cpu" or load is None or load < (os.cpu_count() or 1):
+        save_cost(target, cost)
     return cost
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,15 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 # One thread unless asked otherwise: on busy cores, OpenMP threads wait for each other at each small step.
 torch.set_num_threads(int(os.environ.get("HEADSTART_TEST_THREADS", "1")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Cost tables of toy models, measured beside other tests, must not reach the user's cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
 
 _COMMON = {
     "vocab_size": 128,

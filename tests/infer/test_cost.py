@@ -17,6 +17,7 @@ TABLE = CostModel(widths=(1, 2), milliseconds=(1.0, 1.5))
 def target(tiny_model, tmp_path, monkeypatch) -> TargetModel:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(infer.cost, "measure_target", lambda target: TABLE)
+    monkeypatch.setattr(infer.cost, "load_average", lambda: 0.0)
     return TargetModel.wrap(tiny_model("llama"))
 
 
@@ -51,6 +52,13 @@ def test_a_folder_that_cannot_be_written_costs_a_measurement_only(target, tmp_pa
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert cost_of(target) == TABLE
+
+
+def test_a_table_measured_beside_other_work_is_not_kept(target, monkeypatch):
+    """Once a table from a loaded machine was kept for good, and trees stayed too small."""
+    monkeypatch.setattr(infer.cost, "load_average", lambda: 99.0)
+    assert cost_of(target) == TABLE
+    assert not cost_path(target).exists()
 
 
 def test_a_short_target_is_measured_within_its_length(tiny_model):
