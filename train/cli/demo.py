@@ -21,7 +21,7 @@ SAMPLE_PROMPT = "What should I pack for a weekend trip to the mountains?"
 
 HELP = f"""\
 Fetch a small instruct model, let it write its own training conversations, train an EAGLE-3 head on
-them, and compare decoding with and without it. About ten minutes on two CPU cores. Run again, it goes
+them, and compare decoding with and without it. Ten to fifteen minutes on two CPU cores. Run again, it goes
 on where it stopped. Leaves runs/demo with the head, its curves and bench.json (target: {MODEL})."""
 
 EXAMPLE = "headstart demo"
