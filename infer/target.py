@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from heads.checkpoint import HeadCard, check_target
 from infer import attention
 from infer.cache import SlotCache
 from infer.fuse import FusedProjections
@@ -188,6 +189,16 @@ class TargetModel:
                 digest.update(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode())
             self._fingerprint = digest.hexdigest()[:32]
         return self._fingerprint
+
+    def check_card(self, card: HeadCard) -> None:
+        """Raise ValueError unless the head that `card` describes was made for this target."""
+        check_target(
+            card,
+            fingerprint=self.fingerprint,
+            name=self.name,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+        )
 
     def new_cache(self, *, num_slots: int, num_columns: int) -> SlotCache:
         num_heads, key_size, value_size = self._key_value_shape

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from configs.schema import HeadSettings, RunConfig
-from heads.checkpoint import check_target, load_head
+from heads.checkpoint import load_head
 from heads.eagle3 import Eagle3Config, Eagle3Head, init_from_target
 from heads.vocab import DraftVocabulary, VocabularyProvenance, always_kept_ids
 from infer.chat import tokenizer_hash
@@ -77,13 +77,7 @@ def label_coverage(data: TrainingData, vocabulary: DraftVocabulary) -> float:
 
 def _warm_start(settings: HeadSettings, target: TargetModel, folder: str) -> Eagle3Head:
     head, card = load_head(folder)
-    check_target(
-        card,
-        fingerprint=target.fingerprint,
-        name=target.name,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-    )
+    target.check_card(card)
     if settings.taps is not None and tuple(settings.taps) != head.config.taps:
         raise ValueError(f"head.taps is {list(settings.taps)}, but the head in {folder} reads {list(head.config.taps)}")
     return head

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from heads.checkpoint import CARD_FILE, check_target, load_head, present_folder, read_card
+from heads.checkpoint import CARD_FILE, load_head, present_folder, read_card
 from infer.drafters.base import Drafter, DraftLimit, TreeSettings
 from infer.drafters.head import HeadDrafter
 from infer.drafters.hybrid import HybridDrafter
@@ -37,13 +37,7 @@ def load_drafter(
     if str(head) == LOOKUP:
         return NgramDrafter()
     network, card = load_head(head, target.embedding_weight, device=target.device, dtype=target.dtype)
-    check_target(
-        card,
-        fingerprint=target.fingerprint,
-        name=target.name,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-    )
+    target.check_card(card)
     drafter = HeadDrafter(network, sampled=sampled)
     return HybridDrafter([drafter, NgramDrafter()]) if hybrid and not sampled else drafter
 
