@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     head, bench = folder / "best", folder / "bench.json"
     train = ["train", RECIPE, "name=demo", f"data.train={data}", "--runs", str(args.runs)]
     if args.minutes is not None:
-        train.append(f"train.minutes={args.minutes:g}")
+        train.insert(2, f"train.minutes={args.minutes:g}")  # settings stand before options
     if recover_folder(folder / "last").is_dir():
         train.append("--resume")
 
