@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from infer.fixed import FixedRows, attend_fixed
 from infer.rows import PackedRows
 
 ATTENTION_NAME = "headstart"
@@ -34,7 +35,7 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    packed_rows: PackedRows | None = None,
+    packed_rows: PackedRows | FixedRows | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of `query` [1, Hq, R, D] over the cache, after `key`, `value` [1, K, R, D] are stored in it.
@@ -54,8 +55,10 @@ def packed_attention(
             raise ValueError(f"this model's attention uses {name!r}, which headstart does not implement")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     packed_rows.cache.write(layer, packed_rows.columns, key[0], value[0])
-    output = attend(query[0], layer, packed_rows, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
-    return output[None], None
+    settings: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+    if isinstance(packed_rows, FixedRows):
+        return attend_fixed(query[0], layer, packed_rows, **settings)[None], None
+    return attend(query[0], layer, packed_rows, **settings)[None], None
 
 
 def attend(

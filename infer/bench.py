@@ -187,7 +187,8 @@ def benchmark(
     seed: int = 0,
     progress: Callable[[], None] | None = None,
 ) -> BenchReport:
-    """Compare `engine` (with its drafter) with the other `methods`; `plain` is always among them.
+    """Compare `engine` (with its drafter) with the other `methods`; `plain` is always among them, and is bitwise where
+    the engine is.
 
     Prompt i is drawn with seed `seed + i`. Of `repeats` runs the median one counts. `progress` is called
     after each run.
@@ -216,7 +217,9 @@ def benchmark(
             "num_prompts": len(prompts),
             "first_prompt_hash": ids_hash(prompts[0].token_ids),
             "tree": asdict(engine.tree),
+            "exactness": engine.exactness,
             "rule": engine.rule.name,
+            "row_width": engine.row_width,
             "prompt_lookup_num_tokens": LOOKUP_TOKENS,
             "loop_share": LOOP_SHARE,
         },
@@ -246,7 +249,12 @@ class _Bench:
         self.target = engine.target
         self.engine = engine
         self.plain = Engine(
-            engine.target, max_requests=1, max_length=engine.max_length, tree=TreeSettings(adaptive=False)
+            engine.target,
+            max_requests=1,
+            max_length=engine.max_length,
+            exactness=None if engine.row_width is None else "bitwise",
+            row_width=engine.row_width,
+            tree=TreeSettings(adaptive=False),
         )
         self.prompts = prompts
         self.methods = tuple(methods)
@@ -311,7 +319,7 @@ class _Bench:
                     temperature=each.temperature,
                     position=position,
                     margin=margin,
-                    near_tie=margin * scale <= NEAR_TIE[self.target.dtype],
+                    near_tie=self.engine.row_width is None and margin * scale <= NEAR_TIE[self.target.dtype],
                 )
             )
         return found

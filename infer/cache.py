@@ -47,15 +47,21 @@ class SlotCache:
 
     def read(self, layer: int, first_slot: int, last_slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the first `length` columns of a range of slots: [B, K, length, D] and [B, K, length, Dv]."""
+        return self.read_range(layer, first_slot, last_slot, 0, length)
+
+    def read_range(
+        self, layer: int, first_slot: int, last_slot: int, start: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the columns from `start` to before `end` of a range of slots."""
         return (
-            self._slots(self.keys[layer], first_slot, last_slot, length),
-            self._slots(self.values[layer], first_slot, last_slot, length),
+            self._slots(self.keys[layer], first_slot, last_slot)[:, :, start:end],
+            self._slots(self.values[layer], first_slot, last_slot)[:, :, start:end],
         )
 
-    def _slots(self, rows: torch.Tensor, first_slot: int, last_slot: int, length: int) -> torch.Tensor:
+    def _slots(self, rows: torch.Tensor, first_slot: int, last_slot: int) -> torch.Tensor:
         num_heads, _, size = rows.shape
         by_slot = rows.view(num_heads, self.num_slots, self.num_columns, size)
-        return by_slot[:, first_slot : last_slot + 1, :length].transpose(0, 1)
+        return by_slot[:, first_slot : last_slot + 1].transpose(0, 1)
 
     def commit(self, slot: int, num_committed: int, columns: Sequence[int]) -> None:
         """Move the rows at `columns` of a slot, an accepted path in order, to the columns right after the committed.

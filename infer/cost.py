@@ -55,6 +55,10 @@ class CostModel:
         """A machine on which width costs nothing, so that every node is kept (tests, exactness checks)."""
         return cls(widths=(1,), milliseconds=(1.0,))
 
+    def in_steps_of(self, row_width: int) -> CostModel:
+        """The table of an engine whose forwards all have `row_width` rows: the time of as many as the rows fill."""
+        return FixedWidthCost(widths=self.widths, milliseconds=self.milliseconds, row_width=row_width)
+
     def target_milliseconds(self, width: int) -> float:
         """Interpolated between measured widths; beyond the last, on the line through the last two."""
         if len(self.widths) == 1 or width <= self.widths[0]:
@@ -63,6 +67,16 @@ class CostModel:
         left = right - 1
         share = (width - self.widths[left]) / (self.widths[right] - self.widths[left])
         return self.milliseconds[left] + share * (self.milliseconds[right] - self.milliseconds[left])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedWidthCost(CostModel):
+    """A cost table where every forward has `row_width` rows, filled or not."""
+
+    row_width: int
+
+    def target_milliseconds(self, width: int) -> float:
+        return -(-width // self.row_width) * super().target_milliseconds(self.row_width)
 
 
 def median_milliseconds(action: Callable[[], object], *, repeats: int) -> float:

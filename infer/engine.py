@@ -1,8 +1,8 @@
 """The engine: prefill, then rounds of draft, verify and commit, over any number of requests at once.
 
 A request is in one of two states: waiting, or running in a cache slot. Every forward serves all running requests,
-each with its own tree. Tokens do not depend on the trees: under the match rules they equal plain decoding's for the
-same seed; under the rejection rules they follow the same law.
+each with its own tree. Tokens do not depend on the trees: under the match rule they equal plain decoding's for the
+same seed; under the rejection rules they follow the same law (`infer.exactness`).
 """
 
 from __future__ import annotations
@@ -19,25 +19,31 @@ from infer.cache import SlotAllocator, SlotCache
 from infer.chat import Message, encode_text, render_prompt, token_id_list
 from infer.cost import CostModel, cost_of
 from infer.drafters.base import Drafter, DraftLimit, TreeSettings
+from infer.exactness import ANY_KIND, choose_rule
+from infer.fixed import CHUNK, DEFAULT_ROW_WIDTH, MAX_TREE_DEPTH, ROW_GRAIN
 from infer.growth import fit
+from infer.noise import random_seed
 from infer.request import Completion, Request, RequestLaw
 from infer.rows import tree_group
-from infer.sampling import SamplingParams
+from infer.sampling import SamplingError, SamplingParams
 from infer.target import TargetModel
-from infer.tree import DraftTree, OneHot, Sampled
-from infer.verify import RULES, KeyedChance, Verdict, check_kind, find_rule, verify
+from infer.tree import DraftTree, OneHot
+from infer.verify import RULES, KeyedChance, Rule, Verdict, verify
 
 MAX_PREFILL_ROWS = 4096
 
 Prompt = str | Sequence[Message] | Sequence[int]
+Observer = Callable[[Request, DraftTree, RequestLaw, Verdict], None]
 
 
 class Engine:
     """Decodes prompts with `target`, sped up by `drafter` if there is one.
 
     max_requests: requests that run at once; more wait. max_length: most tokens of a request, prompt included (by
-    default what the prompts at hand need). rule: how trees are verified (`infer.verify.RULES`). tree: bounds of the
-    draft trees. cost: the machine's cost table (measured, or read from the user's cache folder, when first needed).
+    default what the prompts at hand need). exactness, rule: what is promised and how trees are verified
+    (`infer.exactness`); a request may ask for its own. row_width: rows of every forward where exactness is bitwise.
+    tree: bounds of the draft trees. cost: the machine's cost table (measured, or read from the user's cache folder,
+    when first needed). observer: called with every verified tree, before its tokens are emitted.
     """
 
     def __init__(
@@ -47,9 +53,12 @@ class Engine:
         *,
         max_requests: int = 32,
         max_length: int | None = None,
-        rule: str = "match",
+        exactness: str | None = None,
+        rule: str | None = None,
+        row_width: int | None = None,
         tree: TreeSettings | None = None,
         cost: CostModel | None = None,
+        observer: Observer | None = None,
     ) -> None:
         if not isinstance(target, TargetModel):
             raise ValueError(
@@ -64,8 +73,10 @@ class Engine:
         self.drafter = drafter
         self.max_requests = max_requests
         self.max_length = max_length
-        self.rule = find_rule(rule)
         self.tree = tree or TreeSettings()
+        self.rule = self._choose_rule(exactness, rule)
+        self.row_width = _row_width(row_width, exactness, self.tree)
+        self.observer = observer
         self._cost = cost
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -76,10 +87,15 @@ class Engine:
         self.forward_seconds = 0.0
 
     @property
+    def exactness(self) -> str:
+        """What is promised to requests that ask for nothing else."""
+        return self._exactness_of(self.rule)
+
+    @property
     def cost(self) -> CostModel:
         if self._cost is None:
             self._cost = cost_of(self.target)
-        return self._cost
+        return self._cost if self.row_width is None else self._cost.in_steps_of(self.row_width)
 
     @property
     def _tree_cost(self) -> CostModel:
@@ -96,7 +112,9 @@ class Engine:
         """Answer `prompts`, in their order.
 
         A prompt is a list of chat messages (rendered with the tokenizer's template), a text (encoded as it is), or
-        token ids. `progress` is called with the number of tokens that each step emitted.
+        token ids. The `n` samples of a prompt stand side by side. A request that fails alone (its filters leave no
+        token) has the finish reason "error", and `error` says why. `progress` is called with the number of tokens that
+        each step emitted.
         """
         requests = self.submit(prompts, params)
         try:
@@ -111,6 +129,8 @@ class Engine:
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[list[int]]:
         """Answer one prompt; yields the tokens of each round as they are accepted."""
+        if params.n != 1:
+            raise ValueError(f"a stream has one sample, but n is {params.n}: use generate, or stream each with n=1")
         (request,) = self.submit([prompt], params)
         num_seen = 0
         try:
@@ -129,7 +149,7 @@ class Engine:
             raise
 
     def submit(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[Request]:
-        """Queue prompts; `step` answers them. All are checked before any is queued."""
+        """Queue prompts, `n` requests each; `step` answers them. All are checked before any is queued."""
         if isinstance(prompts, str):
             raise ValueError("prompts is one text: give a list of prompts, [text]")
         if len(prompts) and isinstance(prompts[0], Mapping) and "role" in prompts[0]:
@@ -142,16 +162,11 @@ class Engine:
         token_ids = [self._encode(index, prompt) for index, prompt in enumerate(prompts)]
         for index, (ids, one) in enumerate(zip(token_ids, each, strict=True)):
             self._check(index, ids, one)
+        rules = [self._rule_for(index, one) for index, one in enumerate(each)]
         requests = [
-            Request.create(
-                ids,
-                one,
-                tokenizer=self.target.tokenizer,
-                eos_ids=self.target.eos_ids,
-                vocab_size=self.target.vocab_size,
-                device=self.target.device,
-            )
-            for ids, one in zip(token_ids, each, strict=True)
+            request
+            for ids, rule, one in zip(token_ids, rules, each, strict=True)
+            for request in self._create_samples(ids, rule, one)
         ]
         self._make_room(requests)
         self._waiting.extend(requests)
@@ -164,6 +179,15 @@ class Engine:
         if self._running:
             num_tokens += self._advance(self._running, self._draft(self._running))
         return num_tokens
+
+    def preempt(self, requests: Sequence[Request] | None = None) -> None:
+        """Take the slots of running `requests` (all if None) away; they wait in front, and resume with the same tokens
+        as ever."""
+        for request in reversed(list(self._running) if requests is None else requests):
+            if request in self._running:
+                self._release(request)
+                request.restart()
+                self._waiting.appendleft(request)
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
         """Drop `requests` (all if None), running or waiting, and free their slots; their finish reason is "abort".
@@ -207,6 +231,7 @@ class Engine:
         return sum(
             self._commit(request, tree, verdict, rows)
             for request, tree, verdict, rows in zip(requests, trees, verdicts, states, strict=True)
+            if verdict is not None
         )
 
     def _forward(
@@ -226,20 +251,39 @@ class Engine:
             logit_rows.extend(range(first_row - 1 - len(tree), first_row))
         taps = self.drafter.taps if self.drafter is not None else ()
         every_row = len(logit_rows) == first_row
-        output = self.target.forward(groups, self._cache, logit_rows=None if every_row else logit_rows, taps=taps)
+        output = self.target.forward(
+            groups,
+            self._cache,
+            logit_rows=None if every_row else logit_rows,
+            taps=taps,
+            row_width=self.row_width,
+        )
         self.forward_seconds += time.perf_counter() - start
         logits = output.logits.split([1 + len(tree) for tree in trees])
         if output.taps is None:
             return list(logits), [None] * len(requests)
         return list(logits), list(output.taps.split([len(group.tokens) for group in groups]))
 
-    def _verify(self, request: Request, tree: DraftTree, logits: torch.Tensor) -> Verdict:
+    def _verify(self, request: Request, tree: DraftTree, logits: torch.Tensor) -> Verdict | None:
+        """What the request's rule keeps of its tree; None, and the request ends, if nothing can be drawn for it."""
         chance = KeyedChance(request.seed, request.sample, request.attempt, len(request.accepted_lengths))
-        rule = self.rule
+        rule = request.rule
         if isinstance(tree.kind, OneHot) and not rule.accepts(tree):
             rule = RULES["match"]  # greedy drafts and lookups are one-hot, which the match walk verifies exactly
-        request.lossless = request.lossless and rule.lossless
-        return verify(rule, tree, RequestLaw(request, tree, logits), chance)
+        law = RequestLaw(request, tree, logits)
+        try:
+            verdict = verify(rule, tree, law, chance)
+        except SamplingError as error:
+            if len(tree):  # plain decoding emits what comes before that row, and so does this
+                return self._verify(request, DraftTree.empty(), logits[:1])
+            request.fail(str(error))
+            self._finish(request)
+            return None
+        if request.params.logprobs is not None:
+            request.record_logprobs(law, verdict)
+        if self.observer is not None:
+            self.observer(request, tree, law, verdict)
+        return verdict
 
     def _commit(self, request: Request, tree: DraftTree, verdict: Verdict, states: torch.Tensor | None) -> int:
         """Emit the verdict's tokens; keep cache rows and states of the accepted path only."""
@@ -248,8 +292,7 @@ class Engine:
         first_column = request.num_cached + num_chain  # of the tree: the one after the root's own
         num_kept = request.emit(verdict.tokens(tree))
         if request.finish_reason is not None:
-            request.seconds = time.perf_counter() - request.started
-            self._release(request)
+            self._finish(request)
             return num_kept
         path = list(verdict.path)
         self._cache.commit(request.slot, first_column, [first_column + node for node in path])
@@ -281,10 +324,15 @@ class Engine:
                 break
             request = self._waiting.popleft()
             request.slot = self._slots.take()
-            request.started = time.perf_counter()
+            if not request.output_ids:  # else it was preempted, and its time goes on
+                request.started = time.perf_counter()
             admitted.append(request)
         self._running.extend(admitted)
         return admitted
+
+    def _finish(self, request: Request) -> None:
+        request.seconds = time.perf_counter() - request.started
+        self._release(request)
 
     def _release(self, request: Request) -> None:
         self._running.remove(request)
@@ -297,7 +345,8 @@ class Engine:
         longest = max((len(request.prompt_ids) + request.params.max_tokens for request in requests), default=0)
         num_columns = self.max_length or longest
         num_columns += self.tree.max_nodes if self.drafter is not None else 0
-        num_columns = -(-num_columns // 64) * 64
+        grain = 64 if self.row_width is None else CHUNK
+        num_columns = -(-num_columns // grain) * grain
         num_slots = min(self.max_requests, len(requests) + len(self._running) + len(self._waiting))
         cache = self._cache
         if cache is not None and cache.num_columns >= num_columns and cache.num_slots >= num_slots:
@@ -316,6 +365,41 @@ class Engine:
         self._slots = SlotAllocator(num_slots)
         if self.drafter is not None:
             self.drafter.open(num_slots=num_slots, num_columns=num_columns, tree=self.tree, cost=self._tree_cost)
+
+    def _choose_rule(self, exactness: str | None, rule: str | None) -> Rule:
+        """The rule that keeps `exactness` with what this engine's drafter proposes."""
+        kinds = ANY_KIND if self.drafter is None else self.drafter.kinds
+        return choose_rule(exactness, rule, kinds=kinds, chain=self.tree.branch == 1)
+
+    def _exactness_of(self, rule: Rule) -> str:
+        return "bitwise" if self.row_width is not None and rule.exactness == "seed" else rule.exactness
+
+    def _rule_for(self, index: int, params: SamplingParams) -> Rule:
+        """The rule that a request asks for; the engine's if it asks for none."""
+        if params.exactness == "bitwise" and self.row_width is None:
+            raise ValueError(
+                f"prompt {index} asks for exactness 'bitwise', which fixes the shape of every forward: "
+                "build the engine with exactness='bitwise'"
+            )
+        if params.exactness is None and params.rule is None:
+            return self.rule
+        return self._choose_rule(params.exactness, params.rule)
+
+    def _create_samples(self, prompt_ids: Sequence[int], rule: Rule, params: SamplingParams) -> list[Request]:
+        """The `n` requests of a prompt: one seed, told apart by their sample index."""
+        seed = random_seed() if params.seed is None else params.seed
+        return [
+            Request.create(
+                prompt_ids,
+                params,
+                seed=seed,
+                sample=sample,
+                rule=rule,
+                exactness=self._exactness_of(rule),
+                target=self.target,
+            )
+            for sample in range(params.n)
+        ]
 
     def _encode(self, index: int, prompt: Prompt) -> list[int]:
         is_chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
@@ -348,6 +432,22 @@ class Engine:
             )
 
 
+def _row_width(row_width: int | None, exactness: str | None, tree: TreeSettings) -> int | None:
+    """Rows of every forward in bitwise mode; None elsewhere."""
+    if exactness != "bitwise":
+        if row_width is not None:
+            raise ValueError(f"row_width is {row_width}, but only exactness 'bitwise' fixes it: leave it out")
+        return None
+    if tree.max_depth > MAX_TREE_DEPTH:
+        raise ValueError(
+            f"exactness 'bitwise' takes trees at most {MAX_TREE_DEPTH} deep, got max_depth {tree.max_depth}"
+        )
+    row_width = DEFAULT_ROW_WIDTH if row_width is None else row_width
+    if row_width < 1 or row_width % ROW_GRAIN:
+        raise ValueError(f"row_width must be a multiple of {ROW_GRAIN}, got {row_width}")
+    return row_width
+
+
 def _as_list(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
@@ -364,7 +464,9 @@ def load_engine(
     device: str = "auto",
     max_requests: int = 32,
     max_length: int | None = None,
-    rule: str = "match",
+    exactness: str | None = None,
+    rule: str | None = None,
+    row_width: int | None = None,
     tree: TreeSettings | None = None,
     cost: CostModel | None = None,
 ) -> Engine:
@@ -372,14 +474,20 @@ def load_engine(
 
     `target` overrides the one that the head names. Raises ValueError if the head was trained for another target.
     """
-    from infer.drafters import LOOKUP, NO_DRAFT, load_drafter, resolve_target
+    from infer.drafters import load_drafter, resolve_target
 
-    verification = find_rule(rule)
-    sampled = verification.exactness == "distribution"
-    if sampled and str(head) not in (LOOKUP, NO_DRAFT):
-        check_kind(verification, Sampled)
+    choose_rule(exactness, rule)  # a mistake here is told before the target loads
     if not isinstance(target, TargetModel):
         target = TargetModel.load(resolve_target(head, target), dtype=dtype, device=device)
     is_chain = tree is not None and tree.branch == 1  # a lookup beside the head would make it a tree
-    drafter = load_drafter(head, target, sampled=sampled, hybrid=not is_chain)
-    return Engine(target, drafter, max_requests=max_requests, max_length=max_length, rule=rule, tree=tree, cost=cost)
+    return Engine(
+        target,
+        load_drafter(head, target, hybrid=not is_chain),
+        max_requests=max_requests,
+        max_length=max_length,
+        exactness=exactness,
+        rule=rule,
+        row_width=row_width,
+        tree=tree,
+        cost=cost,
+    )

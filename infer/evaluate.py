@@ -7,7 +7,8 @@ Definitions. A *draft round* is every round after the prefill, one in which noth
 *accepted length* is the number of tokens emitted in draft rounds over the number of draft rounds: the
 target's own token counts, tokens behind an end of text or beyond a length cap do not. *Acceptance at position
 d* is the share of draft rounds that emitted more than d tokens, that is d draft tokens and one more. So the
-accepted length is 1 plus the sum over d.
+accepted length is 1 plus the sum over d. What was accepted can be set beside the best that any lossless rule could
+accept of the same candidates (`infer.bound_meter`).
 
 Limits: a last round that ends in a draft token counts that token as the target's own. Figures depend on the
 tree, which an adaptive engine fits to its machine and its load: compare heads with
@@ -17,12 +18,15 @@ tree, which an adaptive engine fits to its machine and its load: compare heads w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
+from infer.bound_meter import BoundMeter, BoundReport
 from infer.chat import render_prompt
+from infer.drafters.base import RecordingDrafter
 from infer.engine import Engine
 from infer.prompts import EvaluationPrompt
 from infer.repetition import is_looping
@@ -126,6 +130,7 @@ class AcceptanceReport:
     num_completion_tokens: int
     num_prefill_tokens: int
     definition: str = DEFINITION
+    bound: BoundReport | None = None
 
     @classmethod
     def of(cls, traces: Sequence[Trace]) -> AcceptanceReport:
@@ -148,8 +153,8 @@ class AcceptanceReport:
         return self.overall.accepted_length
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON (whose writer turns the temperatures into strings)."""
-        return asdict(self)
+        """Plain values for JSON (whose writer turns the temperatures into strings); no bound where none was taken."""
+        return {name: value for name, value in asdict(self).items() if name != "bound" or value is not None}
 
 
 def evaluate(
@@ -159,26 +164,45 @@ def evaluate(
     temperatures: Sequence[float] = (0.0,),
     max_tokens: int = 128,
     seed: int = 0,
+    bound: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> AcceptanceReport:
     """Answer every prompt at every temperature and report what was accepted.
 
-    Prompt i is drawn with seed `seed + i`. `progress` is called with the tokens emitted by each step.
+    Prompt i is drawn with seed `seed + i`. `bound` compares with the best acceptance there could be, where the drafter
+    says what it drew from. `progress` is called with the tokens emitted by each step.
     """
     if not prompts or not temperatures:
         raise ValueError("evaluation needs at least one prompt and one temperature")
     traces: list[Trace] = []
-    for temperature in temperatures:
-        params = [
-            SamplingParams(temperature=temperature, seed=seed + index, max_tokens=max_tokens)
-            for index in range(len(prompts))
-        ]
-        completions = engine.generate([prompt.token_ids for prompt in prompts], params, progress=progress)
-        traces.extend(
-            Trace.of(completion, domain=prompt.domain, temperature=temperature)
-            for prompt, completion in zip(prompts, completions, strict=True)
-        )
-    return AcceptanceReport.of(traces)
+    meter = BoundMeter(lambda request: prompts[request.seed - seed].domain)
+    with _watched(engine, meter) if bound else nullcontext():
+        for temperature in temperatures:
+            params = [
+                SamplingParams(temperature=temperature, seed=seed + index, max_tokens=max_tokens)
+                for index in range(len(prompts))
+            ]
+            completions = engine.generate([prompt.token_ids for prompt in prompts], params, progress=progress)
+            traces.extend(
+                Trace.of(completion, domain=prompt.domain, temperature=temperature)
+                for prompt, completion in zip(prompts, completions, strict=True)
+            )
+    return replace(AcceptanceReport.of(traces), bound=meter.report())
+
+
+@contextmanager
+def _watched(engine: Engine, meter: BoundMeter) -> Iterator[None]:
+    """Show `meter` every verified tree meanwhile; a drafter that cannot say what it drew from leaves nothing to see."""
+    drafter = engine.drafter
+    if not isinstance(drafter, RecordingDrafter):
+        yield
+        return
+    observer, records = engine.observer, drafter.records
+    engine.observer, drafter.records = meter, True
+    try:
+        yield
+    finally:
+        engine.observer, drafter.records = observer, records
 
 
 def render_prompts(tokenizer: Any, prompts: Iterable[EvaluationPrompt], *, raw: bool = False) -> list[EvalPrompt]:

@@ -6,7 +6,8 @@ Sampled children must never be pruned by what was drawn, so trees of other kinds
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from infer.cost import CostModel
 from infer.tree import ROOT, Coupled, DraftTree, OneHot, ProposalKind
@@ -49,16 +50,30 @@ def is_prunable(tree: DraftTree) -> bool:
 
 
 def merge(trees: Sequence[DraftTree]) -> DraftTree:
-    """The union of trees over one request; a node that several propose keeps its largest value."""
+    """The union of trees over one request; a node that several propose keeps its largest value.
+
+    A node's record of what its children were drawn from is kept only if no other tree has children there: whether they
+    are among the drawn ones depends on the noise, and so would the choice of nodes that the bound is averaged over.
+    """
     builder = TreeBuilder()
+    records: list[Coupled] = []
+    num_proposers: Counter[int] = Counter()
     for tree in trees:
         assert is_prunable(tree), "trees of sampled proposals cannot be merged"
         assert len(tree.values) == len(tree), "only trees with values can be merged"
         places: dict[int, int] = {ROOT: ROOT}
         for node, (token, parent, value) in enumerate(zip(tree.tokens, tree.parents, tree.values, strict=True)):
             places[node] = builder.add(places[parent], token, value)
-    coupled = any(isinstance(tree.kind, Coupled) for tree in trees)
-    return builder.build(Coupled() if coupled else OneHot())
+        record = _renumber(tree.kind, places)
+        if isinstance(record, Coupled):
+            records.append(record)
+        num_proposers.update({places[node] for node in tree.parents} | set(_recorded(record)))
+    if not records:
+        return builder.build(OneHot())
+    draft_probs = {
+        node: probs for record in records for node, probs in record.draft_probs.items() if num_proposers[node] == 1
+    }
+    return builder.build(Coupled(draft_probs=draft_probs, num_drawn=max(record.num_drawn for record in records)))
 
 
 def keep_best(tree: DraftTree, num_nodes: int) -> DraftTree:
@@ -73,8 +88,20 @@ def keep_best(tree: DraftTree, num_nodes: int) -> DraftTree:
         tokens=tuple(tree.tokens[node] for node in kept),
         parents=tuple(places[tree.parents[node]] for node in kept),
         values=tuple(tree.values[node] for node in kept),
-        kind=tree.kind,
+        kind=_renumber(tree.kind, places),
     )
+
+
+def _recorded(kind: ProposalKind) -> Mapping[int, object]:
+    return kind.draft_probs if isinstance(kind, Coupled) else {}
+
+
+def _renumber(kind: ProposalKind, places: Mapping[int, int]) -> ProposalKind:
+    """The kind of a tree whose node `u` has become node `places[u]`, or has gone."""
+    if not isinstance(kind, Coupled) or not kind.draft_probs:
+        return kind
+    draft_probs = {places[node]: probs for node, probs in kind.draft_probs.items() if node in places}
+    return Coupled(draft_probs=draft_probs, num_drawn=kind.num_drawn)
 
 
 def _monotone_values(tree: DraftTree) -> list[float]:
@@ -83,6 +110,28 @@ def _monotone_values(tree: DraftTree) -> list[float]:
     for parent, value in zip(tree.parents, tree.values, strict=True):
         ceilings.append(value if parent == ROOT else min(value, ceilings[parent]))
     return ceilings
+
+
+def nodes_that_pay(
+    values: Sequence[float],
+    cost: CostModel,
+    *,
+    width: int,
+    expected_tokens: float,
+    spent_milliseconds: float = 0.0,
+) -> tuple[int, float]:
+    """How many of `values` (descending) to add to a forward of `width` rows, and the tokens per millisecond then.
+
+    Maximises (expected_tokens + sum of the values kept) / (spent + forward(width + number kept)).
+    """
+    num_kept = 0
+    best_rate = expected_tokens / (spent_milliseconds + cost.target_milliseconds(width))
+    for num_nodes, value in enumerate(values, start=1):
+        expected_tokens += value
+        rate = expected_tokens / (spent_milliseconds + cost.target_milliseconds(width + num_nodes))
+        if rate > best_rate:
+            num_kept, best_rate = num_nodes, rate
+    return num_kept, best_rate
 
 
 def fit(
@@ -95,27 +144,24 @@ def fit(
 ) -> list[DraftTree]:
     """Cut trees to at most `max_nodes[i]` nodes each and, if adaptive, to the nodes that pay in one shared forward.
 
-    Nodes of all requests are ranked together; the number kept maximises expected tokens over the round's time,
-    (requests + sum of values) / (spent + forward(width)).
+    Nodes of all requests are ranked together (`nodes_that_pay`). Trees that must not be cut count with all their nodes.
     """
     trees = [
         keep_best(tree, limit) if is_prunable(tree) else tree for tree, limit in zip(trees, max_nodes, strict=True)
     ]
-    if not adaptive or not all(is_prunable(tree) and tree.values for tree in trees if len(tree)):
+    if not adaptive:
         return trees
+    cut = [index for index, tree in enumerate(trees) if is_prunable(tree) and len(tree) and tree.values]
+    whole = [tree for index, tree in enumerate(trees) if index not in cut]
     ranked = sorted(
-        ((value, index) for index, tree in enumerate(trees) for value in _monotone_values(tree)),
-        key=lambda entry: -entry[0],
+        ((value, index) for index in cut for value in _monotone_values(trees[index])), key=lambda entry: -entry[0]
     )
-    sizes = [0] * len(trees)
-    best_sizes = list(sizes)
-    width = expected = float(len(trees))
-    best_rate = expected / (spent_milliseconds + cost.target_milliseconds(int(width)))
-    for value, index in ranked:
-        width += 1
-        expected += value
-        sizes[index] += 1
-        rate = expected / (spent_milliseconds + cost.target_milliseconds(int(width)))
-        if rate > best_rate:
-            best_rate, best_sizes = rate, list(sizes)
-    return [keep_best(tree, size) if size else DraftTree.empty() for tree, size in zip(trees, best_sizes, strict=True)]
+    num_kept, _ = nodes_that_pay(
+        [value for value, _ in ranked],
+        cost,
+        width=len(trees) + sum(map(len, whole)),
+        expected_tokens=len(trees) + sum(value for tree in whole for value in tree.values),
+        spent_milliseconds=spent_milliseconds,
+    )
+    sizes = Counter(index for _, index in ranked[:num_kept])
+    return [keep_best(tree, sizes[index]) if index in cut else tree for index, tree in enumerate(trees)]

@@ -5,14 +5,19 @@ matrix-vector product streams weights from memory. The *matmul floor* is the tar
 multiplied one after another with nothing in between: smaller matrices do not stream as fast as a large one,
 so it lies higher and is the fairer mark for an eager forward.
 
+Beside them: what a forward of fixed shape costs (`infer.fixed`) against an ordinary one of as many rows, and what
+verification costs by sampling parameters, against the forward that it follows.
+
 Limits: times of a busy machine say little; the tables hold medians.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +30,33 @@ from infer.cost import CONTEXT, WIDTHS, CostModel, measure_target, median_millis
 from infer.drafters.base import Drafter, TreeSettings
 from infer.drafters.head import HeadDrafter
 from infer.drafters.hybrid import HybridDrafter
+from infer.fixed import CHUNK
 from infer.machine import machine_facts
+from infer.request import Request, RequestLaw
+from infer.rows import RowGroup
+from infer.sampling import SamplingParams
 from infer.target import TargetModel
+from infer.tree import ROOT, DraftTree, OneHot
+from infer.verify import RULES, KeyedChance, verify
 
 _MIN_STREAM_BYTES = 256 << 20
 _MAX_STREAM_BYTES = 1 << 30
 _STREAM_COLUMNS = 4096
 _MEGABYTE, _GIGABYTE = 1e6, 1e9
+_FIXED_WIDTHS = (16, 32)
+VERIFIED_NODES, VERIFIED_PATH = 32, 2
+_PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.3}
+VERIFIED_PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.8},
+    "top_k 50": {"temperature": 0.8, "top_k": 50},
+    "top_p 0.9": {"temperature": 0.8, "top_p": 0.9},
+    "top_p 0.9, flat": {"temperature": 8.0, "top_p": 0.9},
+    "min_p 0.05": {"temperature": 0.8, "min_p": 0.05},
+    "penalties": {"temperature": 0.8, **_PENALTIES},
+    "no repeated 3-gram": {"temperature": 0.8, "no_repeat_ngram_size": 3},
+    "all of these": {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.05, **_PENALTIES},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +68,19 @@ class DraftCost:
     step_milliseconds: float
     weight_megabytes: float
     floor_milliseconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedCost:
+    """A forward over a tree of `row_width` rows: ordinary, and of fixed shape."""
+
+    row_width: int
+    ordinary_milliseconds: float
+    fixed_milliseconds: float
+
+    @property
+    def ratio(self) -> float:
+        return self.fixed_milliseconds / self.ordinary_milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +97,9 @@ class ProfileReport:
     bandwidth_gigabytes_per_second: float
     bandwidth_floor_milliseconds: float
     matmul_floor_milliseconds: float
+    fixed: tuple[FixedCost, ...]
+    verification_milliseconds: Mapping[str, float]
+    verified_forward_milliseconds: float
     draft: DraftCost | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,8 +136,68 @@ def profile(
         bandwidth_gigabytes_per_second=bandwidth / _GIGABYTE,
         bandwidth_floor_milliseconds=1e3 * target.num_weight_bytes / bandwidth,
         matmul_floor_milliseconds=measure_matmuls(target, repeats=repeats),
+        fixed=measure_fixed(target, context=context, repeats=repeats),
+        verification_milliseconds=measure_verification(target, repeats=repeats),
+        verified_forward_milliseconds=cost.target_milliseconds(1 + VERIFIED_NODES),
         draft=_draft_cost(drafter, cost, bandwidth),
     )
+
+
+def measure_fixed(target: TargetModel, *, context: int = CONTEXT, repeats: int = 7) -> tuple[FixedCost, ...]:
+    """Ordinary forwards and forwards of fixed shape over the same rows, in turn."""
+    context = max(0, min(context, target.max_length - max(_FIXED_WIDTHS)))
+    num_columns = -(-(context + max(_FIXED_WIDTHS)) // CHUNK) * CHUNK
+    cache = target.new_cache(num_slots=1, num_columns=num_columns)
+    costs = []
+    for width in _FIXED_WIDTHS:
+        group = RowGroup(slot=0, prefix=context, tokens=[min(7, target.vocab_size - 1)] * width)
+        times: dict[int | None, list[float]] = {None: [], width: []}
+        for _ in range(repeats):
+            for row_width, each in times.items():
+                action = partial(target.forward, [group], cache, row_width=row_width)
+                each.append(median_milliseconds(action, repeats=1))
+        ordinary, fixed = (statistics.median(each) for each in times.values())
+        costs.append(FixedCost(row_width=width, ordinary_milliseconds=ordinary, fixed_milliseconds=fixed))
+    return tuple(costs)
+
+
+@torch.inference_mode()
+def measure_verification(target: TargetModel, *, repeats: int = 7) -> dict[str, float]:
+    """Milliseconds to verify a tree of `VERIFIED_NODES` nodes of which the walk accepts `VERIFIED_PATH`, by sampling
+    parameters: processing, noise (which a drafter may have made already) and draws at every node visited."""
+    rows = VERIFIED_NODES + 1
+    generator = torch.Generator().manual_seed(0)
+    logits = 3.0 * torch.randn((rows, target.vocab_size), generator=generator)
+    logits = logits.to(dtype=target.dtype, device=target.device)
+    prompt = list(range(min(64, target.vocab_size)))
+    times = {}
+    for name, values in VERIFIED_PARAMS.items():
+        params = SamplingParams(seed=0, ignore_eos=True, **values)
+        request = Request.create(prompt, params, seed=0, sample=0, rule=RULES["match"], exactness="seed", target=target)
+        request.output_ids.extend(prompt)
+        tree = _tree_with_accepted_path(request, logits)
+        law = RequestLaw(request, tree, logits)
+        times[name] = median_milliseconds(partial(_verify_afresh, request, tree, law), repeats=repeats)
+    return times
+
+
+def _verify_afresh(request: Request, tree: DraftTree, law: RequestLaw) -> None:
+    request.noise.forget_before(request.num_tokens + VERIFIED_NODES)
+    verdict = verify(request.rule, tree, law, KeyedChance(0, 0, 0, 0))
+    assert len(verdict.path) == VERIFIED_PATH
+
+
+def _tree_with_accepted_path(request: Request, logits: torch.Tensor) -> DraftTree:
+    """The tokens that the target would draw, for `VERIFIED_PATH` nodes, and wrong ones below the last of them."""
+    tokens: list[int] = []
+    for _ in range(VERIFIED_PATH):
+        tree = DraftTree.chain(tuple(tokens))
+        tokens.append(RequestLaw(request, tree, logits).draw(len(tokens) - 1))
+    chain = DraftTree.chain(tuple(tokens))
+    drawn = RequestLaw(request, chain, logits).draw(VERIFIED_PATH - 1)
+    wrong = [token for token in range(VERIFIED_NODES + 1) if token != drawn][: VERIFIED_NODES - VERIFIED_PATH]
+    parents = (ROOT, *range(VERIFIED_PATH - 1), *[VERIFIED_PATH - 1] * len(wrong))
+    return DraftTree(tokens=(*tokens, *wrong), parents=parents, kind=OneHot())
 
 
 @torch.inference_mode()

@@ -9,14 +9,29 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from infer.noise import gumbel, position_key, random_seed
+from infer.noise import gumbel, position_key
 from infer.sampling import Processor, SamplingParams, pick, probs
 from infer.stopping import StopChecker
 from infer.tree import ROOT, DraftTree
+from infer.verify import Rule, Verdict
+
+if TYPE_CHECKING:
+    from infer.target import TargetModel
+
+
+class TokenLogprobs(NamedTuple):
+    """Of one emitted token, under the target's own logits: before the request's filters, penalties and temperature.
+
+    `top` holds (token id, log-probability) of the likeliest tokens, best first, as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +40,7 @@ class Completion:
 
     `accepted_lengths[i]` counts the tokens that round `i` emitted, the target's own included, after truncation; round
     0 is the prefill, which emits one. `tokens_per_second` is this request's tokens over the time it was in the engine.
+    `sample` tells the `n` answers to one prompt apart. `error` is set where `finish_reason` is "error".
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -37,7 +53,15 @@ class Completion:
     seed: int
     seconds: float
     tokens_per_second: float
-    lossless: bool = True
+    sample: int = 0
+    exactness: str = "seed"
+    error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the tokens follow the target's law (`infer.exactness`)."""
+        return self.exactness != "lossy"
 
 
 class PositionNoise:
@@ -71,6 +95,8 @@ class Request:
     noise: PositionNoise
     processor: Processor
     stopper: StopChecker
+    rule: Rule
+    exactness: str
     sample: int = 0
     attempt: int = 0
     slot: int = -1
@@ -80,9 +106,10 @@ class Request:
     draft_state: dict[str, Any] = field(default_factory=dict)  # one entry a drafter, owned by it
     started: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
-    lossless: bool = True
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    error: str | None = None
 
     @classmethod
     def create(
@@ -90,21 +117,30 @@ class Request:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
-        tokenizer: Any,
-        eos_ids: frozenset[int],
-        vocab_size: int,
-        device: torch.device,
-        sample: int = 0,
+        seed: int,
+        sample: int,
+        rule: Rule,
+        exactness: str,
+        target: TargetModel,
     ) -> Request:
-        seed = random_seed() if params.seed is None else params.seed
+        vocab_size, device, eos_ids = target.vocab_size, target.device, target.eos_ids
         return cls(
             prompt_ids=tuple(prompt_ids),
             params=params,
             seed=seed,
             sample=sample,
+            rule=rule,
+            exactness=exactness,
             noise=PositionNoise(seed=seed, sample=sample, attempt=0, vocab_size=vocab_size, device=device),
-            processor=Processor(params, prompt_ids=prompt_ids, eos_ids=eos_ids, vocab_size=vocab_size, device=device),
-            stopper=StopChecker(params, eos_ids=eos_ids, tokenizer=tokenizer),
+            processor=Processor(
+                params,
+                prompt_ids=prompt_ids,
+                eos_ids=eos_ids,
+                vocab_size=vocab_size,
+                device=device,
+                constraint=target.grammars.constraint(params, eos_ids=eos_ids),
+            ),
+            stopper=StopChecker(params, eos_ids=eos_ids, tokenizer=target.tokenizer),
         )
 
     @property
@@ -135,9 +171,29 @@ class Request:
         result = self.stopper.push(tokens)
         self.output_ids.extend(tokens[: result.num_kept])
         self.accepted_lengths.append(result.num_kept)
+        del self.logprobs[len(self.output_ids) :]
         self.finish_reason, self.stop_reason = result.finish_reason, result.stop_reason
         self.noise.forget_before(self.num_tokens)
         return result.num_kept
+
+    def record_logprobs(self, law: RequestLaw, verdict: Verdict) -> None:
+        """Keep the log-probabilities of a verdict's tokens (`emit` drops those beyond the end of the answer)."""
+        assert self.params.logprobs is not None
+        for node, token in zip((ROOT, *verdict.path), verdict.tokens(law.tree), strict=True):
+            row = torch.log_softmax(law.logits[node + 1].float(), dim=-1)
+            values, ids = row.topk(self.params.logprobs)
+            top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+            self.logprobs.append(TokenLogprobs(token, float(row[token]), top))
+
+    def fail(self, reason: str) -> None:
+        """End this request, and no other, with an error; what it has emitted stays."""
+        self.stopper.close()
+        self.finish_reason, self.error = "error", reason
+
+    def restart(self) -> None:
+        """Forget everything that lived in a slot; the text so far is prefilled again, and goes on as it would have."""
+        self.slot, self.num_cached = -1, 0
+        self.draft_state.clear()
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None
@@ -152,7 +208,10 @@ class Request:
             seed=self.seed,
             seconds=self.seconds,
             tokens_per_second=len(self.output_ids) / self.seconds if self.seconds else 0.0,
-            lossless=self.lossless,
+            sample=self.sample,
+            exactness=self.exactness,
+            error=self.error,
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
         )
 
 
@@ -182,6 +241,9 @@ class RequestLaw:
 
     def probs(self, node: int) -> torch.Tensor:
         scores = self.scores(node)
+        winner = pick(scores)  # a row that cannot be drawn from is told apart from one that rounding emptied
         if not self.request.params.greedy:
             return probs(scores)
-        return torch.zeros_like(scores).index_fill_(0, scores.argmax(), 1.0)
+        one_hot = torch.zeros_like(scores)
+        one_hot[winner] = 1.0
+        return one_hot

@@ -67,17 +67,22 @@ def tree_group(slot: int, prefix: int, chain: Sequence[int], tokens: Sequence[in
     return RowGroup(slot=slot, prefix=prefix, tokens=[*chain, *tokens], depths=depths, ancestors=ancestors)
 
 
+def check_room(groups: Sequence[RowGroup], cache: SlotCache) -> None:
+    """Refuse rows that lie beyond the columns of a slot."""
+    for group in groups:
+        if group.num_columns > cache.num_columns:
+            raise ValueError(
+                f"a request needs {group.num_columns} columns of the cache, but a slot has {cache.num_columns}: "
+                "raise max_length, or shorten the prompt"
+            )
+
+
 class PackedRows:
     """Metadata of one forward over `groups`, at most one a slot."""
 
     def __init__(self, groups: Sequence[RowGroup], cache: SlotCache) -> None:
         device = cache.keys.device
-        for group in groups:
-            if group.num_columns > cache.num_columns:
-                raise ValueError(
-                    f"a request needs {group.num_columns} columns of the cache, but a slot has {cache.num_columns}: "
-                    "raise max_length, or shorten the prompt"
-                )
+        check_room(groups, cache)
         self.groups = list(groups)
         self.cache = cache
         self.first_slot = min(group.slot for group in groups)

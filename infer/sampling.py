@@ -4,8 +4,8 @@ token.
 Everything that draws from the target, plain decoding and verification of draft trees alike, goes through
 `Processor.scores` with the node's own path, so that penalties and bans see the tokens before the node and
 nothing else. Order: repetition penalty, frequency and presence penalties, logit bias, bans (bad words,
-repeated n-grams, end tokens before `min_tokens`), temperature, top-k, top-p, min-p. Transformers' processors
-give the same scores in this order.
+repeated n-grams, end tokens before `min_tokens`, what a constraint does not allow), temperature, top-k,
+top-p, min-p. Transformers' processors give the same scores in this order.
 
 Knows nothing about models, trees or text; stopping lives in `infer/stopping.py`.
 
@@ -15,19 +15,29 @@ Shapes: V vocabulary (rows of the LM head), K candidates.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from infer.exactness import find_exactness
 from infer.noise import gumbel
+
+if TYPE_CHECKING:
+    from infer.grammar import Constraint
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy decoding (the convention of vLLM): dividing by them would overflow."""
+
+CONSTRAINTS = ("json_schema", "regex", "grammar")
+"""Parameters that say which texts an answer may be; a request has at most one."""
+
+MAX_LOGPROBS = 20
 
 _HEAD_SIZES = (256, 2048)
 _ROUNDING = 1e-5
@@ -47,6 +57,11 @@ class SamplingParams:
     the model, are ignored for the first `min_tokens` tokens. `presence_penalty` and `frequency_penalty` count
     output tokens only; `repetition_penalty` and `no_repeat_ngram_size` see the prompt as well. `bad_words`
     are token sequences.
+
+    `n` answers are drawn for the prompt, each with noise of its own. `logprobs` None is off; k gives the
+    log-probability of each token, and of the k likeliest in its place. `exactness` and `rule` None take the
+    engine's. `json_schema` (a mapping, or JSON), `regex` or `grammar` (Lark, as llguidance reads it) says which
+    texts the answer may be: it ends where the text is complete, or is cut at `max_tokens`.
     """
 
     temperature: float = 0.0
@@ -65,10 +80,19 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     bad_words: tuple[tuple[int, ...], ...] = ()
     no_repeat_ngram_size: int = 0
+    n: int = 1
+    logprobs: int | None = None
+    exactness: str | None = None
+    rule: str | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_sequences()
+        self._check_exactness()
+        self._check_constraint()
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
 
@@ -87,6 +111,15 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """Which of `CONSTRAINTS` is set, and its text."""
+        for name in CONSTRAINTS:
+            text = getattr(self, name)
+            if text is not None:
+                return name, text
+        return None
+
     def _check_numbers(self) -> None:
         self._number("temperature", minimum=0.0)
         self._number("top_p", minimum=0.0, maximum=1.0, open_minimum=True)
@@ -98,6 +131,12 @@ class SamplingParams:
         self._count("max_tokens", minimum=1)
         self._count("min_tokens", minimum=0)
         self._count("no_repeat_ngram_size", minimum=0, note=" (0 turns it off)")
+        self._count("n", minimum=1)
+        if self.logprobs is not None and not (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS):
+            raise ValueError(
+                f"logprobs must be None (off) or the number of alternatives to show, 0 to {MAX_LOGPROBS}, "
+                f"got {self.logprobs!r}"
+            )
         if self.seed is not None and not (_is_int(self.seed) and -_NUM_SEEDS <= self.seed < _NUM_SEEDS):
             raise ValueError(f"seed must be an integer of at most 64 bits (signed) or None, got {self.seed!r}")
         if not isinstance(self.ignore_eos, bool):
@@ -131,6 +170,28 @@ class SamplingParams:
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
+    def _check_exactness(self) -> None:
+        if self.exactness is not None:
+            find_exactness(self.exactness)
+        if self.rule is not None and (not isinstance(self.rule, str) or not self.rule):
+            raise ValueError(f"rule must be the name of a verification rule or None, got {self.rule!r}")
+
+    def _check_constraint(self) -> None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are both given: an answer takes at most one constraint")
+        for name in given:
+            text = getattr(self, name)
+            if name == "json_schema":
+                text = _schema_text(text)
+                object.__setattr__(self, name, text)
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"{name} must be a text that is not empty (None turns it off), got {text!r}")
+            if self.ignore_eos:
+                raise ValueError(
+                    f"{name} and ignore_eos exclude each other: once the text is complete, only an end token may follow"
+                )
+
 
 class Processor:
     """The processor stack of one request: what its parameters make of a row of logits, given the tokens
@@ -149,6 +210,7 @@ class Processor:
         vocab_size: int,
         num_valid_tokens: int | None = None,
         device: torch.device | str = "cpu",
+        constraint: Constraint | None = None,
     ) -> None:
         num_valid_tokens = vocab_size if num_valid_tokens is None else num_valid_tokens
         assert 0 < num_valid_tokens <= vocab_size, f"{num_valid_tokens} valid tokens of {vocab_size}"
@@ -157,6 +219,7 @@ class Processor:
         self.vocab_size = vocab_size
         self.num_valid_tokens = num_valid_tokens
         self.device = torch.device(device)
+        self.constraint = constraint
         self._prompt_ids = list(prompt_ids)
         self._prompt_set = frozenset(self._prompt_ids)
         self._end_ids = sorted({*eos_ids, *params.stop_token_ids})
@@ -193,6 +256,7 @@ class Processor:
         return (
             self._needs_history
             or self._bias is not None
+            or self.constraint is not None
             or num_output_ids < self.params.min_tokens
             or self.num_valid_tokens < self.vocab_size
         )
@@ -208,6 +272,13 @@ class Processor:
         if banned:
             row[torch.tensor(sorted(banned), device=row.device)] = -math.inf
         row[self.num_valid_tokens :] = -math.inf
+        if self.constraint is not None:
+            row.masked_fill_(~self.constraint.allowed(output_ids, row.device), -math.inf)
+            if bool(torch.isneginf(row).all()):
+                raise SamplingError(
+                    f"no token is left after {len(output_ids)}: the {self.constraint.name} allows none but those that "
+                    "min_tokens, bad_words, logit_bias or no_repeat_ngram_size take away"
+                )
 
     def _penalise(self, row: Tensor, output_ids: Sequence[int]) -> None:
         params = self.params
@@ -407,6 +478,27 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
         if not _is_int(token) or token < 0:
             raise ValueError(f"{name} must hold token ids (integers of at least 0), got {token!r}")
     return token_ids
+
+
+def _schema_text(schema: object) -> str:
+    """A JSON schema as compact JSON. The order of its keys stays: it is the order in which an answer lists them."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"json_schema must be a mapping or JSON, got {schema!r:.80}: {error}") from None
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"json_schema must be a JSON object, got {schema!r:.80}")
+    try:
+        return json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_plain_mapping)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"json_schema cannot be written as JSON: {error}") from None
+
+
+def _plain_mapping(value: object) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{value!r:.80} is not a JSON value")
 
 
 def _checked_bias(logit_bias: object) -> dict[int, float]:

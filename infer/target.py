@@ -25,8 +25,10 @@ from torch import nn
 from heads.checkpoint import HeadCard, check_target
 from infer import attention
 from infer.cache import SlotCache
+from infer.fixed import FixedRows, forwards
 from infer.fuse import FusedProjections
-from infer.rows import PACKED_ROWS, PackedRows, RowGroup
+from infer.grammar import Grammars
+from infer.rows import PACKED_ROWS, PackedRows, RowGroup, check_room
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -70,6 +72,7 @@ class TargetModel:
         self.device: torch.device = weight.device
         self.max_length = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 30)
         self.eos_ids = _eos_ids(model, tokenizer)
+        self.grammars = Grammars(tokenizer, vocab_size=self.vocab_size)
         self._keep_argument = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._fused = FusedProjections(model)
         self._fingerprint: str | None = None
@@ -221,13 +224,39 @@ class TargetModel:
         *,
         logit_rows: Sequence[int] | None = None,
         taps: Sequence[int] = (),
+        row_width: int | None = None,
     ) -> TargetOutput:
         """One forward over the rows of `groups`, whose keys and values are written to `cache`.
 
-        `logit_rows`: packed row numbers whose logits are wanted (all if None). `taps`: Hugging Face `hidden_states`
-        indices (0 = embeddings, i = output of layer i before any final norm).
+        `logit_rows`: packed row numbers whose logits are wanted, ascending (all if None). `taps`: Hugging Face
+        `hidden_states` indices (0 = embeddings, i = output of layer i before any final norm). `row_width`: as many
+        forwards of exactly that many rows as it takes (`infer.fixed`), with logits that do not depend on what the rows
+        share them with.
         """
-        rows = PackedRows(groups, cache)
+        if row_width is None:
+            return self._forward_rows(PackedRows(groups, cache), logit_rows, taps)
+        check_room(groups, cache)
+        outputs = []
+        first_row = 0
+        for rows in forwards(groups, cache, row_width):
+            end_row = first_row + rows.num_real
+            wanted = range(first_row, end_row) if logit_rows is None else logit_rows
+            outputs.append(self._forward_fixed(rows, [r - first_row for r in wanted if first_row <= r < end_row], taps))
+            first_row = end_row
+        return TargetOutput(
+            logits=torch.cat([output.logits for output in outputs]),
+            taps=torch.cat([output.taps for output in outputs if output.taps is not None]) if taps else None,
+        )
+
+    def _forward_fixed(self, rows: FixedRows, logit_rows: Sequence[int], taps: Sequence[int]) -> TargetOutput:
+        """One forward of fixed shape, LM head included, where any of its logits are wanted."""
+        output = self._forward_rows(rows, None if logit_rows else [0], taps)
+        states = None if output.taps is None else output.taps[: rows.num_real]
+        return TargetOutput(logits=output.logits[list(logit_rows)], taps=states)
+
+    def _forward_rows(
+        self, rows: PackedRows | FixedRows, logit_rows: Sequence[int] | None, taps: Sequence[int]
+    ) -> TargetOutput:
         keep = None if logit_rows is None else torch.tensor(list(logit_rows), device=self.device)
         with self._tapped(taps) as states:
             arguments: dict[str, Any] = {PACKED_ROWS: rows}

@@ -20,9 +20,17 @@ class OneHot:
     """Proposals fixed without any randomness (n-gram lookups, greedy or top-k drafts)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Coupled:
-    """Proposals that are functions of the position-keyed noise that the target's own draw will use."""
+    """Proposals that are functions of the position-keyed noise that the target's own draw will use.
+
+    No rule reads more than that. A record, kept where a drafter is told to, lets acceptance be compared with its bound:
+    the list proposed at node `u`, before any pruning, was the `num_drawn` best tokens of log `draft_probs[u]` [V] plus
+    noise, so `num_drawn` draws without replacement from it.
+    """
+
+    draft_probs: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    num_drawn: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

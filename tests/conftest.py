@@ -131,3 +131,26 @@ def make_tiny_model(kind: str, *, seed: int = 0, **overrides: Any) -> transforme
 def tiny_kinds() -> tuple[str, ...]:
     """The families that `tiny_model` can make."""
     return tuple(_FAMILIES)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What breaks the law, and that the tests of this run saw it: one line a planted fault, nothing measured anew."""
+    findings = {
+        finding["name"]: (finding, report.passed)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if isinstance(report, pytest.TestReport) and report.when == "call"
+        for name, finding in report.user_properties
+        if name == "planted fault"
+    }
+    terminalreporter.section("planted faults (total variation from plain sampling)")
+    if not findings:
+        terminalreporter.line("their tests did not run: tests/infer/test_verify_law.py")
+        return
+    from infer.proof.faults import FAULTS
+
+    for fault in FAULTS:
+        finding, passed = findings.get(fault.name, ({}, False))
+        found = f"{finding['total_variation']:.4f}" if "total_variation" in finding else "-"
+        verdict = "caught" if passed else "NOT CAUGHT" if finding else "did not run"
+        terminalreporter.line(f"{found:<6}  {verdict:<11}  {fault.name}")

@@ -23,7 +23,7 @@ import headstart
 
 # In the order in which imports may point: each package may use those before it.
 PACKAGES = ("configs", "heads", "infer", "train")
-EXTRAS = {"datasets", "deepspeed", "fastapi", "gguf", "matplotlib", "peft", "uvicorn", "wandb"}
+EXTRAS = {"datasets", "deepspeed", "fastapi", "gguf", "llguidance", "matplotlib", "peft", "uvicorn", "wandb"}
 CORE = {"torch", "transformers", "safetensors", "numpy", "yaml", "triton"}
 
 

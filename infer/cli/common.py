@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heads.checkpoint import CARD_FILE, present_folder, read_card
+from infer.chat import token_id_list
 from infer.drafters.base import TreeSettings
-from infer.sampling import SamplingParams
-from infer.verify import RULES, find_rule
+from infer.exactness import EXACTNESS, choose_rule
+from infer.sampling import MAX_LOGPROBS, SamplingParams
+from infer.verify import RULES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,7 +47,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, head_required: bool
 
 
 def add_tree_arguments(parser: argparse.ArgumentParser) -> None:
-    """Bounds of the draft trees. What is not given comes from the head's card, or is the default."""
+    """Bounds of the draft trees, and how they are verified. Bounds that are not given come from the head's card, or are
+    the default."""
     group = parser.add_argument_group("draft tree")
     group.add_argument("--nodes", type=int, metavar="N", help="most draft tokens verified in a round")
     group.add_argument("--depth", type=int, metavar="D", help="longest draft path")
@@ -56,25 +59,94 @@ def add_tree_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="take fewer nodes where the machine's cost table says that they do not pay",
     )
+    add_exactness_arguments(parser)
+
+
+def add_exactness_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the answers promise, and the rule that keeps it."""
+    group = parser.add_argument_group("exactness")
     group.add_argument(
-        "--rule",
-        default="match",
-        choices=sorted(RULES),
-        help="verification rule (default: match, whose answers equal plain decoding's token for token)",
+        "--exactness",
+        choices=EXACTNESS,
+        help="what answers share with plain decoding: the tokens of the same seed (seed, the default), also where "
+        "rounding would part them (bitwise), the law only (distribution), or nothing (lossy)",
+    )
+    group.add_argument("--rule", choices=sorted(RULES), help="verification rule (default: what the exactness implies)")
+    group.add_argument(
+        "--row-width", type=int, metavar="N", help="rows of every forward, with --exactness bitwise (default: 16)"
     )
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """How a request draws its tokens and when it ends."""
-    group = parser.add_argument_group("sampling")
+    _add_law_arguments(parser.add_argument_group("sampling"))
+    _add_penalty_arguments(parser.add_argument_group("penalties and bans"))
+    _add_end_arguments(parser.add_argument_group("end of the answer"))
+    _add_constraint_arguments(parser.add_argument_group("what the answer may be (one of these)"))
+
+
+def _add_law_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     group.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off (default)")
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 is off (default)")
     group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 is off (default)")
     group.add_argument("--seed", type=int, metavar="N", help="prompt i is drawn with seed N + i (default: random)")
-    group.add_argument("--max-tokens", type=int, default=128, metavar="N", help="default: 128")
+    group.add_argument("--n", type=int, default=1, metavar="N", help="answers to each prompt (default: 1)")
+    group.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="K",
+        help=f"write each token's log-probability, and the K likeliest's (0 to {MAX_LOGPROBS}), to the --json file",
+    )
+
+
+def _add_penalty_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 is off (default)")
+    group.add_argument("--presence-penalty", type=float, default=0.0, metavar="X", help="-2 to 2; 0 is off (default)")
+    group.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X", help="-2 to 2; 0 is off (default)")
+    group.add_argument(
+        "--no-repeat-ngram-size", type=int, default=0, metavar="N", help="write no N tokens twice; 0 is off (default)"
+    )
+    group.add_argument(
+        "--logit-bias",
+        type=_bias_entry,
+        action="append",
+        default=[],
+        metavar="ID=VALUE",
+        help="add VALUE to the logit of token ID (-inf bans it); may be repeated",
+    )
+    group.add_argument(
+        "--bad-word",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="never write the tokens that TEXT encodes to, with or without a space before it; may be repeated",
+    )
+
+
+def _add_end_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--max-tokens", type=int, default=128, metavar="N", help="longest answer (default: 128)")
+    group.add_argument("--min-tokens", type=int, default=0, metavar="N", help="no end before N tokens (default: 0)")
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; may be repeated"
+    )
+    group.add_argument(
+        "--stop-token-id",
+        type=int,
+        action="append",
+        default=[],
+        metavar="ID",
+        help="end the answer at token ID; may be repeated",
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+
+
+def _add_constraint_arguments(group: argparse._ArgumentGroup) -> None:
+    constraint = group.add_mutually_exclusive_group()
+    constraint.add_argument("--json-schema", metavar="FILE_OR_TEXT", help="JSON of this schema")
+    constraint.add_argument("--regex", metavar="REGEX", help="a text that this regular expression matches as a whole")
+    constraint.add_argument(
+        "--grammar", metavar="FILE_OR_TEXT", help="a text of this Lark grammar (as llguidance reads it)"
     )
 
 
@@ -109,16 +181,62 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_params(args: argparse.Namespace, *, index: int = 0) -> SamplingParams:
-    """Parameters of prompt `index`."""
+    """Parameters of prompt `index`, but for the bad words, which need a tokenizer (`bad_words`)."""
     return SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
         min_p=args.min_p,
         seed=None if args.seed is None else args.seed + index,
+        n=args.n,
+        logprobs=args.logprobs,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        no_repeat_ngram_size=args.no_repeat_ngram_size,
+        logit_bias=dict(args.logit_bias) or None,
         max_tokens=args.max_tokens,
+        min_tokens=args.min_tokens,
         stop=tuple(args.stop),
+        stop_token_ids=tuple(args.stop_token_id),
+        ignore_eos=args.ignore_eos,
+        json_schema=_file_or_text("--json-schema", args.json_schema, sign="{"),
+        regex=args.regex,
+        grammar=_file_or_text("--grammar", args.grammar, sign=":"),
     )
+
+
+def bad_words(args: argparse.Namespace, tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+    """Token ids of the words not to be written, as they stand at the beginning of a text and within one."""
+    for word in args.bad_word:
+        if not word.strip():
+            raise ValueError(f"--bad-word {word!r} is empty: give some text")
+    spellings = [spelling for word in args.bad_word for spelling in (word, f" {word}")]
+    encoded = (tokenizer(spelling, add_special_tokens=False, verbose=False) for spelling in spellings)
+    return tuple(dict.fromkeys(tuple(token_id_list(ids)) for ids in encoded))
+
+
+def _bias_entry(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=VALUE, such as 42=-1.5") from None
+
+
+def _file_or_text(option: str, value: str | None, *, sign: str) -> str | None:
+    """What the file named `value` holds, or `value` itself, which as a text contains `sign`."""
+    if value is None:
+        return None
+    try:
+        is_file = Path(value).is_file()
+    except OSError:  # a text too long for a path
+        is_file = False
+    if is_file:
+        return Path(value).read_text(encoding="utf-8")
+    if sign not in value:
+        raise ValueError(f"{option} {value!r:.80} is neither a file nor a text (which would hold a {sign!r})")
+    return value
 
 
 def tree_settings(
@@ -144,7 +262,7 @@ def tree_settings(
         settings = replace(settings, max_nodes=args.nodes)
     if args.depth is not None:
         settings = replace(settings, max_depth=args.depth)
-    if find_rule(args.rule).needs_chain:
+    if choose_rule(args.exactness, args.rule, chain=settings.branch == 1).needs_chain:
         return TreeSettings.chain(min(settings.max_depth, settings.max_nodes), adaptive=settings.adaptive)
     return settings
 
@@ -190,7 +308,9 @@ def build_engine(
         target,
         max_requests=max_requests,
         max_length=max_length,
+        exactness=args.exactness,
         rule=args.rule,
+        row_width=args.row_width,
         tree=tree_settings(args, saved_settings(head), adaptive=adaptive),
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from infer.bound_meter import Attainment, BoundReport
 from infer.cli import common
 from infer.evaluate import Acceptance, AcceptanceReport, evaluate, limit_per_domain, render_prompts
 from infer.prompts import load_prompts
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 
 HELP = """\
 Decode prompts with a head and report how many draft tokens the target accepts: by position in the
-draft, by domain, by temperature and by context length, with and without answers that loop. Trees do
-not adapt to this machine (unless --adaptive is given), so the figures are the head's own."""
+draft, by domain, by temperature and by context length, with and without answers that loop; and how
+close that comes to the best acceptance that any lossless rule could reach. Trees do not adapt to this
+machine (unless --adaptive is given), so the figures are the head's own."""
 
 EXAMPLE = """\
 headstart eval runs/demo/best
@@ -30,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_engine_arguments(parser)
     common.add_prompts_arguments(parser, limit=None)
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="prompts decoded at once (default: 8)")
+    parser.add_argument(
+        "--bound",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare each step's acceptance with its bound, where the drafter has a head (default)",
+    )
     common.add_tree_arguments(parser)
     common.add_json_argument(parser)
 
@@ -49,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
             temperatures=args.temperature,
             max_tokens=args.max_tokens,
             seed=args.seed,
+            bound=args.bound,
             progress=bar.update,
         )
     console = Console()
@@ -59,6 +68,9 @@ def run(args: argparse.Namespace) -> int:
         f"{report.num_completion_tokens} tokens. Definition: {report.definition}.",
         soft_wrap=True,
     )
+    if report.bound is not None:
+        console.print("", bound_table(report.bound), "")
+        console.print(_bound_note(report.bound), soft_wrap=True)
     settings = {
         "target": target.name,
         "head": str(args.head),
@@ -67,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         "seed": args.seed,
         "batch": args.batch,
         "raw": args.raw,
+        "exactness": engine.exactness,
         "rule": engine.rule.name,
         "lossless": engine.rule.lossless,
         "tree": asdict(engine.tree),
@@ -99,3 +112,29 @@ def _table(title: str, pools: Mapping[Any, Acceptance], depth: int) -> Table:
         label = f"{name:g}" if isinstance(name, float) else str(name)
         table.add_row(label, str(pool.num_rounds), str(pool.num_tokens), f"{pool.accepted_length:.2f}", *shares)
     return table
+
+
+def bound_table(report: BoundReport) -> Table:
+    """One row a pool of nodes: acceptance of a step, the best that any lossless rule could reach, and their ratio."""
+    title = "acceptance of a step, and the best there could be"
+    table = common.plain_table(title, "", ("nodes", "accepted", "bound", "ratio", "+-"))
+    pools: list[tuple[str, Attainment]] = [("all nodes", report.overall)]
+    pools += [(f"at {position}", pool) for position, pool in report.by_position.items()]
+    for name, breakdown in (("temperature ", report.by_temperature), ("", report.by_domain)):
+        if len(breakdown) > 1:
+            pools += [(f"{name}{key}", pool) for key, pool in breakdown.items()]
+    for label, pool in pools:
+        figures = (f"{figure:.3f}" for figure in (pool.achieved, pool.bound, pool.ratio, pool.standard_error))
+        table.add_row(label, str(pool.num_nodes), *figures)
+    return table
+
+
+def _bound_note(report: BoundReport) -> str:
+    text = (
+        f"{report.overall.num_nodes} of {report.num_visited} visited nodes; +- is one standard error of the ratio. "
+        "What the tree's budget cuts counts as lost."
+    )
+    if report.num_without_record:
+        share = report.num_without_record / (report.num_visited + report.num_without_record)
+        text += f" {share:.0%} of the nodes have a lookup's candidates beside the head's, and are left out."
+    return text

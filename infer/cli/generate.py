@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from infer.chat import render_prompt
 from infer.cli import common
 from infer.prompts import load_prompts
-from infer.request import Completion
+from infer.request import Completion, TokenLogprobs
 from infer.sampling import SamplingParams
 from infer.stopping import TextStream
 
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 HELP = """\
 Answer one prompt or a file of prompts. A single answer is printed as it is written. With the default
 rule the tokens are those of plain decoding with the same seed, at any temperature: `--no-draft` shows
-it (token for token with `--dtype float32`; bfloat16 rounds near ties one way or the other)."""
+it (token for token with `--dtype float32`; bfloat16 rounds near ties one way or the other, unless
+`--exactness bitwise` keeps it from that)."""
 
 EXAMPLE = """\
 headstart generate runs/demo/best --prompt "Why is the sky blue?"
 headstart generate runs/demo/best --prompt "Write a haiku." --temperature 0.8 --seed 7 --show-accepted
-headstart generate ngram --target models/smollm2-135m --prompts prompts.jsonl --json answers.json"""
+headstart generate ngram --target models/smollm2-135m --prompts prompts.jsonl --json answers.json
+headstart generate runs/demo/best --prompt "Describe a city." --json-schema city.json --temperature 1 --n 3"""
 
 _GREEN, _RESET = "\x1b[32m", "\x1b[0m"
 
@@ -60,43 +62,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.logprobs is not None and args.json is None:
+        raise ValueError("--logprobs writes to the --json file: give one")
     chats = _read_chats(args)
     params = [common.sampling_params(args, index=index) for index in range(len(chats))]
     target = common.load_target(args)
+    if args.bad_word:
+        params = [replace(one, bad_words=common.bad_words(args, target.tokenizer)) for one in params]
     prompts = [
         _Prompt(token_ids=render_prompt(target.tokenizer, messages, raw=args.raw), domain=domain)
         for domain, messages in chats
     ]
-    engine = common.build_engine(args, target, head="none" if args.no_draft else None, max_requests=args.batch)
+    engine = common.build_engine(args, target, head="none" if args.no_draft else None, max_requests=args.batch * args.n)
     if engine.drafter is not None and engine.tree.adaptive:
         _ = engine.cost  # measured once a machine: not to be counted as this answer's time
     start = time.perf_counter()
-    if len(prompts) == 1:
+    if len(prompts) == args.n == 1:
         completions = [_stream(engine, prompts[0].token_ids, params[0], show_accepted=args.show_accepted)]
     else:
         completions = engine.generate([prompt.token_ids for prompt in prompts], params)
-        _print_all(engine, prompts, completions, show_accepted=args.show_accepted)
+        _print_all(engine, _titles(prompts, args.n), completions, show_accepted=args.show_accepted)
     common.note(summary(completions, params[0], seconds=time.perf_counter() - start))
-    entries = zip(completions, params, prompts, strict=True)
-    common.write_json(args.json, [to_dict(answer, drawn, domain=prompt.domain) for answer, drawn, prompt in entries])
-    return 0
+    entries = [
+        to_dict(answer, params[index // args.n], domain=prompts[index // args.n].domain, tokenizer=target.tokenizer)
+        for index, answer in enumerate(completions)
+    ]
+    common.write_json(args.json, entries)
+    return _report_errors(_titles(prompts, args.n), completions)
 
 
-def to_dict(completion: Completion, params: SamplingParams, *, domain: str | None = None) -> dict[str, Any]:
-    """One entry of the --json list."""
-    values = {
+def to_dict(
+    completion: Completion, params: SamplingParams, *, domain: str | None = None, tokenizer: Any = None
+) -> dict[str, Any]:
+    """One entry of the --json list; `tokenizer` spells the tokens of log-probabilities."""
+    values: dict[str, Any] = {
         "token_ids": list(completion.token_ids),
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
+        "error": completion.error,
         "num_rounds": completion.num_rounds,
         "accepted_lengths": list(completion.accepted_lengths),
         "tokens_per_second": completion.tokens_per_second,
         "seed": completion.seed,
         "seed_used": not params.greedy,
+        "sample": completion.sample,
+        "exactness": completion.exactness,
         "lossless": completion.lossless,
     }
+    if completion.logprobs is not None:
+        values["logprobs"] = [_logprob_entry(entry, tokenizer) for entry in completion.logprobs]
     return values if domain is None else {**values, "domain": domain}
+
+
+def _logprob_entry(entry: TokenLogprobs, tokenizer: Any) -> dict[str, Any]:
+    def spelled(token: int, logprob: float) -> dict[str, Any]:
+        text = {} if tokenizer is None else {"token": tokenizer.decode([token])}
+        return {"token_id": token, **text, "logprob": logprob}
+
+    return {**spelled(entry.token_id, entry.logprob), "top": [spelled(*each) for each in entry.top]}
 
 
 def summary(completions: Sequence[Completion], params: SamplingParams, *, seconds: float) -> str:
@@ -106,7 +130,7 @@ def summary(completions: Sequence[Completion], params: SamplingParams, *, second
     parts = [f"{num_tokens} tokens", f"{num_tokens / seconds:.1f} tokens/s"]
     if rounds:
         parts.append(f"accepted length {sum(rounds) / len(rounds):.2f}")
-    seeds = [completion.seed for completion in completions]
+    seeds = list(dict.fromkeys(completion.seed for completion in completions))
     if params.greedy:
         parts.append("greedy (no randomness: the seed is unused)")
     elif len(seeds) == 1:
@@ -174,10 +198,28 @@ def _stream(engine: Engine, prompt: list[int], params: SamplingParams, *, show_a
     return request.completion()
 
 
+def _titles(prompts: Sequence[_Prompt], num_samples: int) -> list[str]:
+    """A name for each answer: its prompt's number and domain, and which of several samples it is."""
+    return [
+        str(number)
+        + (f" ({prompt.domain})" if prompt.domain else "")
+        + (f", sample {sample + 1}" if num_samples > 1 else "")
+        for number, prompt in enumerate(prompts, start=1)
+        for sample in range(num_samples)
+    ]
+
+
 def _print_all(
-    engine: Engine, prompts: Sequence[_Prompt], completions: Sequence[Completion], *, show_accepted: bool
+    engine: Engine, titles: Sequence[str], completions: Sequence[Completion], *, show_accepted: bool
 ) -> None:
-    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), start=1):
-        title = f"--- {number}" + (f" ({prompt.domain})" if prompt.domain else "")
+    for title, completion in zip(titles, completions, strict=True):
         text = accepted_text(engine.target.tokenizer, completion) if show_accepted else completion.text
-        sys.stdout.write(f"{title}\n{text}\n")
+        sys.stdout.write(f"--- {title}\n{text}\n")
+
+
+def _report_errors(titles: Sequence[str], completions: Sequence[Completion]) -> int:
+    """A line on stderr for each answer that failed, and the command's status: 1 if any did."""
+    failed = [(title, completion) for title, completion in zip(titles, completions, strict=True) if completion.error]
+    for title, completion in failed:
+        common.note(f"headstart: answer {title} ended early: {completion.error}")
+    return 1 if failed else 0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from infer.bench import NOISY_LOAD
 from infer.cli import common
 from infer.machine import load_average
+from infer.profile import VERIFIED_NODES, VERIFIED_PATH
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 HELP = """\
 Time the target's forward over 1 to 64 rows, beside the least it could take: its weights over this
 machine's memory bandwidth, and its matrices multiplied with nothing in between. The table is kept and
-decides how wide draft trees are here; it never changes which tokens come out."""
+decides how wide draft trees are here; it never changes which tokens come out. Also: what verification
+costs by sampling parameters, and what a forward of fixed shape costs (--exactness bitwise)."""
 
 EXAMPLE = """\
 headstart profile --target models/smollm2-135m --dtype bfloat16
@@ -46,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     target = common.load_target(args)
     report = profile(target, load_drafter(args.head, target), repeats=args.repeats)
     console = Console()
-    console.print(table(report))
+    console.print(table(report), "")
+    console.print(verification_table(report), "")
     for line in summary(report):
         console.print(line, soft_wrap=True, highlight=False)
     common.write_json(args.json, report.to_dict())
@@ -71,12 +74,27 @@ def table(report: ProfileReport) -> Table:
     return result
 
 
+def verification_table(report: ProfileReport) -> Table:
+    """What a walk costs by sampling parameters, against the forward that it follows."""
+    title = f"verification, {VERIFIED_NODES} nodes, {VERIFIED_PATH} kept"
+    result = common.plain_table(title, "parameters", ("ms", "% of the forward"))
+    for name, milliseconds in report.verification_milliseconds.items():
+        share = 100 * milliseconds / report.verified_forward_milliseconds
+        result.add_row(name, f"{milliseconds:.2f}", f"{share:.1f}")
+    return result
+
+
 def summary(report: ProfileReport) -> list[str]:
     lines = [
         f"weights {report.weight_megabytes:.0f} MB; one large matrix-vector product reads "
         f"{report.bandwidth_gigabytes_per_second:.1f} GB/s here",
         f"bandwidth floor {report.bandwidth_floor_milliseconds:.1f} ms: weight bytes over that speed",
         f"matmul floor {report.matmul_floor_milliseconds:.1f} ms: the target's own matrices, each multiplied once",
+    ]
+    lines += [
+        f"a forward of fixed shape ({cost.row_width} rows, exactness bitwise) {cost.fixed_milliseconds:.1f} ms: "
+        f"{cost.ratio:.2f}x an ordinary one"
+        for cost in report.fixed
     ]
     if report.draft is not None:
         draft = report.draft

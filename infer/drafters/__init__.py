@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from heads.checkpoint import CARD_FILE, load_head, present_folder, read_card
-from infer.drafters.base import Drafter, DraftLimit, TreeSettings
+from infer.calibration import Calibration
+from infer.drafters.base import Drafter, DraftLimit, RecordingDrafter, TreeSettings
 from infer.drafters.head import HeadDrafter
 from infer.drafters.hybrid import HybridDrafter
 from infer.drafters.ngram import NgramDrafter
@@ -18,6 +19,7 @@ __all__ = [
     "HeadDrafter",
     "HybridDrafter",
     "NgramDrafter",
+    "RecordingDrafter",
     "ScriptedDrafter",
     "TreeSettings",
     "load_drafter",
@@ -28,18 +30,16 @@ LOOKUP, NO_DRAFT = "ngram", "none"
 MODELS_FOLDER = Path("models")
 
 
-def load_drafter(
-    head: str | Path, target: TargetModel, *, sampled: bool = False, hybrid: bool = True
-) -> Drafter | None:
-    """The drafter that HEAD names. A head is joined by the lookup (`hybrid`) unless its proposals are sampled."""
+def load_drafter(head: str | Path, target: TargetModel, *, hybrid: bool = True) -> Drafter | None:
+    """The drafter that HEAD names. A head is joined by the lookup (`hybrid`)."""
     if str(head) == NO_DRAFT:
         return None
     if str(head) == LOOKUP:
         return NgramDrafter()
     network, card = load_head(head, target.embedding_weight, device=target.device, dtype=target.dtype)
     target.check_card(card)
-    drafter = HeadDrafter(network, sampled=sampled)
-    return HybridDrafter([drafter, NgramDrafter()]) if hybrid and not sampled else drafter
+    drafter = HeadDrafter(network, calibration=Calibration.from_card(card.drafter))
+    return HybridDrafter([drafter, NgramDrafter()]) if hybrid else drafter
 
 
 def resolve_target(head: str | Path, target: str | Path | None) -> str | Path:

@@ -2,6 +2,9 @@
 
 A drafter may read target states (`taps`) and keeps what it remembers of a request in `request.draft_state[name]`.
 It proposes generously; the engine prunes trees to the size that pays on this machine (`infer.growth.fit`).
+
+What a tree is made of follows `request.rule`: a drafter proposes one of its `kinds` that the rule takes. Greedy
+requests get one-hot trees under every rule, which the engine verifies by the match walk.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 from infer.cost import CostModel
 from infer.request import Request
 from infer.tree import DraftTree
+from infer.verify import KindType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +56,15 @@ class DraftLimit:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """See the module. `taps` are the `hidden_states` indices whose states `observe` is given (none: `states=None`);
-    `step_milliseconds` is what a depth of drafting costs (0 where it costs next to nothing)."""
+    """See the module. `kinds` are the kinds of proposals that it can make; `taps` the `hidden_states` indices whose
+    states `observe` is given (none: `states=None`); `step_milliseconds` what a depth of drafting costs (0 where it
+    costs next to nothing)."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def kinds(self) -> tuple[KindType, ...]: ...
 
     @property
     def taps(self) -> tuple[int, ...]: ...
@@ -75,3 +83,13 @@ class Drafter(Protocol):
 
     def close(self, request: Request) -> None:
         """The request has left."""
+
+
+@runtime_checkable
+class RecordingDrafter(Drafter, Protocol):
+    """A drafter that can say what its coupled trees were drawn from (`infer.tree.Coupled`): set `records` to have it.
+
+    The other kinds carry that anyway.
+    """
+
+    records: bool

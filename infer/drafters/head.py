@@ -4,7 +4,15 @@ The head keeps a cache of its own, row t for the pair (state of position t, toke
 hold target states: after each round the accepted rows are computed afresh, so the head's next logits equal those of a
 fresh prefill of the text. Rows of the tree lie behind them and are overwritten in the next round.
 
-Shapes: R packed rows, H hidden, C draft vocabulary, F frontier nodes of all requests.
+What a node's children are follows the request's rule, so that one batch may hold requests of several:
+  one-hot      (greedy requests) the head's most likely tokens
+  coupled      its best under the noise of the position they are for
+  sampled      draws without replacement from its distribution, by noise of their own
+  greedy set   its most likely tokens but one, and one drawn from the others
+Of the first two any choice of nodes is exact, so many are proposed and the best kept. Draws are all kept, and how many
+there are is settled before the first.
+
+Shapes: R packed rows, H hidden, C draft vocabulary, F frontier nodes of all requests, f of one request.
 """
 
 from __future__ import annotations
@@ -18,16 +26,20 @@ import torch
 from heads.eagle3 import Eagle3Head
 from infer.attention import attend
 from infer.cache import SlotCache
+from infer.calibration import Calibration
 from infer.cost import CostModel, median_milliseconds
 from infer.drafters.base import DraftLimit, TreeSettings
-from infer.growth import TreeBuilder
+from infer.growth import TreeBuilder, nodes_that_pay
 from infer.noise import gumbel, noise_key
 from infer.request import Request
 from infer.rows import PackedRows, RowGroup
-from infer.tree import ROOT, Coupled, DraftTree, OneHot, Sampled
+from infer.tree import ROOT, Coupled, DraftTree, GreedySet, OneHot, ProposalKind, Sampled
+from infer.verify import KindType
 
 _DRAFT_DOMAIN = 0x6472616674000001
-"""First part of the keys of sampled drafts, which keeps them apart from every number the verification uses."""
+"""First part of the keys of drawn children, which keeps them apart from every number the verification uses."""
+_BEFORE_DRAWS = 1e3
+"""Puts the fixed tokens of a greedy set before any drawn one: no log-probability and noise in float32 come near it."""
 
 # A depth is drafted if its best nodes, discounted by this for the step still to come, pay for the step.
 _NEXT_DEPTH_SHARE = 0.6
@@ -47,12 +59,16 @@ class _Memory:
 class _Growth:
     """A tree under construction.
 
-    rows: an expanded node's row behind the committed ones. frontier: nodes whose children come next, and state_rows
-    their rows among the states of all requests. num_seen: nodes that have had their chance to be expanded.
+    num_drawn: children of each expanded node, before any is left out. rows: an expanded node's row behind the committed
+    ones. frontier: nodes whose children come next, and state_rows their rows among the states of all requests.
+    num_seen: nodes that have had their chance to be expanded. draft_probs: what an expanded node's children were drawn
+    from [V].
     """
 
     request: Request
     limit: DraftLimit
+    kind: KindType
+    num_drawn: int
     num_committed: int
     builder: TreeBuilder = field(default_factory=TreeBuilder)
     rows: dict[int, int] = field(default_factory=dict)
@@ -62,6 +78,20 @@ class _Growth:
     row_slice: slice = field(default_factory=lambda: slice(0, 1))
     num_seen: int = 0
     draft_probs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def may_prune(self) -> bool:
+        """Whether candidates may be left out for what they are: not if they were drawn, for that changes the law."""
+        return self.kind in (OneHot, Coupled)
+
+    def build(self) -> DraftTree:
+        kinds: dict[KindType, ProposalKind] = {
+            OneHot: OneHot(),
+            Coupled: Coupled(draft_probs=self.draft_probs, num_drawn=self.num_drawn),
+            Sampled: Sampled(draft_probs=self.draft_probs),
+            GreedySet: GreedySet(draft_probs=self.draft_probs),
+        }
+        return self.builder.build(kinds[self.kind])
 
     def expand(self, nodes: Sequence[int], depth: int) -> RowGroup:
         """The rows of `nodes` (all at `depth`): each sees the committed rows, its expanded ancestors and itself."""
@@ -85,16 +115,28 @@ class _Growth:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Candidates:
+    """Of a request's frontier nodes: what tokens are ranked by, their estimated chance of being the next token (both
+    [f, C]), and what was drawn from [f, V], where it is kept."""
+
+    scores: torch.Tensor
+    shares: torch.Tensor
+    draft_probs: torch.Tensor | None = None
+
+
 class HeadDrafter:
-    """See the module. `sampled` proposals are draws from the head's distribution, for the rejection rules; otherwise
-    candidates are the head's best under the noise of the position they are for (greedy: its most likely)."""
+    """See the module. `calibration`: turns the shares of candidates that may be left out into probabilities.
+    `records`: let coupled trees say what they were drawn from, for comparison with the bound."""
 
     name = "eagle3"
+    kinds: tuple[KindType, ...] = (OneHot, Coupled, Sampled, GreedySet)
 
-    def __init__(self, head: Eagle3Head, *, sampled: bool = False) -> None:
+    def __init__(self, head: Eagle3Head, *, calibration: Calibration | None = None) -> None:
         self.head = head.eval().requires_grad_(False)
         self.taps = head.config.taps
-        self.sampled = sampled
+        self.calibration = calibration
+        self.records = False
         self._dtype: torch.dtype = head.fc.weight.dtype
         self._device: torch.device = head.fc.weight.device
         self._target_ids: torch.Tensor = head.target_ids
@@ -128,10 +170,7 @@ class HeadDrafter:
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request], limits: Sequence[DraftLimit]) -> list[DraftTree]:
         states = self._read_committed(requests)  # [B, H]
-        growths = [
-            _Growth(request=request, limit=limit, num_committed=self._memory(request).num_rows)
-            for request, limit in zip(requests, limits, strict=True)
-        ]
+        growths = [self._start(request, limit) for request, limit in zip(requests, limits, strict=True)]
         active = [i for i, growth in enumerate(growths) if growth.limit.max_depth > 0 and growth.limit.max_nodes > 0]
         states = states[active]
         growing = [growths[i] for i in active]
@@ -144,7 +183,7 @@ class HeadDrafter:
             if not growing or (self._tree.adaptive and not self._pays(growths, growing, depth)):
                 break
             states = self._step(growing, states, depth)
-        return [self._build(growth) for growth in growths]
+        return [growth.build() for growth in growths]
 
     def close(self, request: Request) -> None:
         request.draft_state.pop(self.name, None)
@@ -212,51 +251,84 @@ class HeadDrafter:
 
         return self.head(rows.token_ids, states, rows.positions, attend_rows)  # type: ignore[no-any-return]
 
+    def _start(self, request: Request, limit: DraftLimit) -> _Growth:
+        kind = _proposal_kind(request)
+        num_drawn = min(self._tree.branch, len(self._target_id_list))
+        if kind in (Sampled, GreedySet):
+            num_drawn = 1 if request.rule.needs_chain else min(num_drawn, max(1, limit.max_nodes))
+        return _Growth(
+            request=request,
+            limit=limit,
+            kind=kind,
+            num_drawn=num_drawn,
+            num_committed=self._memory(request).num_rows,
+        )
+
     def _add_candidates(self, growing: Sequence[_Growth], states: torch.Tensor, depth: int) -> None:
         """Children of every frontier node; `states` [F, H] are the nodes' own, request by request."""
         logits = self.head.logits(states).float()  # [F, C]
-        scores = torch.cat([self._scores(growth, logits, depth) for growth in growing])  # [F, C]
-        if self.sampled:
-            shares = torch.cat([_draft_probs(growth, logits) for growth in growing])
-        else:
-            shares = torch.softmax(scores, dim=-1)
-        num_candidates = min(self._tree.branch, scores.shape[-1])
-        if self.sampled:  # every child drawn is kept, so no more may be drawn than the smallest budget holds
-            num_candidates = min(num_candidates, min(growth.limit.max_nodes for growth in growing))
-        places = scores.topk(num_candidates, dim=-1).indices  # [F, branch]
-        place_lists, share_lists = places.tolist(), shares.gather(-1, places).tolist()
-        least = _NEGLIGIBLE if self._tree.adaptive and not self.sampled else 0.0
+        candidates = [self._candidates(growth, logits[growth.row_slice], depth) for growth in growing]
+        scores = torch.cat([one.scores for one in candidates])  # [F, C]
+        shares = torch.cat([one.shares for one in candidates])
+        places = scores.topk(max(growth.num_drawn for growth in growing), dim=-1).indices  # [F, most children]
+        shares = shares.gather(-1, places)
         for growth in growing:
+            self._calibrate(growth, shares[growth.row_slice], depth)
+        place_lists, share_lists = places.tolist(), shares.tolist()
+        for growth, one in zip(growing, candidates, strict=True):
             for node, row in growth.state_rows.items():
-                reach = growth.builder.value(node)
-                for place, share in zip(place_lists[row], share_lists[row], strict=True):
-                    if reach * share > least:
-                        growth.builder.add(node, self._target_id_list[place], reach * share)
-                if not self._prunes(growth):
-                    growth.draft_probs[node] = self._full_size(shares[row])
+                self._add_children(growth, node, place_lists[row], share_lists[row])
+            if one.draft_probs is not None:
+                growth.draft_probs.update(zip(growth.frontier, one.draft_probs, strict=True))
 
-    def _scores(self, growth: _Growth, logits: torch.Tensor, depth: int) -> torch.Tensor:
-        """What a request's candidates are ranked by [.., C]: logits, or logits over temperature plus noise."""
+    def _calibrate(self, growth: _Growth, shares: torch.Tensor, depth: int) -> None:
+        """Make probabilities of a request's `shares` [f, most children], best first, in place."""
+        if self.calibration is None or not growth.may_prune:
+            return
+        share_map = self.calibration.map_for(growth.request.params)
+        if share_map is not None:
+            shares.copy_(share_map(shares, torch.arange(shares.shape[1], device=self._device), depth))
+
+    def _add_children(self, growth: _Growth, node: int, places: Sequence[int], shares: Sequence[float]) -> None:
+        reach = growth.builder.value(node)
+        least = _NEGLIGIBLE if self._tree.adaptive else 0.0
+        for place, share in zip(places[: growth.num_drawn], shares[: growth.num_drawn], strict=True):
+            # A token of no probability has not been drawn: the draws ended before it, with the distribution's support.
+            if reach * share > least if growth.may_prune else share > 0:
+                growth.builder.add(node, self._target_id_list[place], reach * share)
+
+    def _candidates(self, growth: _Growth, logits: torch.Tensor, depth: int) -> _Candidates:
+        """How the next tokens of a request's frontier nodes rank, from draft logits [f, C]."""
         request = growth.request
-        rows = logits[growth.row_slice]
-        temperature = request.params.temperature
-        if request.params.greedy:
-            return rows
-        if not self.sampled:
+        if growth.kind is OneHot:
+            return _Candidates(scores=logits, shares=torch.softmax(logits, dim=-1))
+        logits = logits / request.params.temperature
+        if growth.kind is Coupled:
             noise = request.noise.at(request.num_tokens + depth - 1)
-            return rows / temperature + noise.index_select(0, self._target_ids)
+            scores = logits + noise.index_select(0, self._target_ids)
+            record = self._full_size(torch.softmax(logits, dim=-1)) if self.records else None
+            return _Candidates(scores=scores, shares=torch.softmax(scores, dim=-1), draft_probs=record)
+        draft_probs = torch.softmax(logits, dim=-1)
+        # Drawn from the very numbers that are handed over: what float32 makes of a small probability, 0 included, is
+        # then the law of the draw.
+        log_probs = draft_probs.log()
+        scores = log_probs + self._fresh_noise(growth)
+        if growth.kind is GreedySet:
+            fixed = draft_probs.topk(growth.num_drawn - 1, dim=-1).indices
+            scores.scatter_(-1, fixed, log_probs.gather(-1, fixed) + _BEFORE_DRAWS)
+        return _Candidates(scores=scores, shares=draft_probs, draft_probs=self._full_size(draft_probs))
+
+    def _fresh_noise(self, growth: _Growth) -> torch.Tensor:
+        """Gumbel noise [f, C] that nothing else sees: ranked by it and log q, tokens are draws without replacement."""
+        request = growth.request
         identity = (request.seed, request.sample, request.attempt, len(request.accepted_lengths))
         keys = [noise_key(_DRAFT_DOMAIN, *identity, node - ROOT) for node in growth.frontier]
-        return rows / temperature + torch.stack([gumbel(key, rows.shape[-1], self._device) for key in keys])
+        return torch.stack([gumbel(key, len(self._target_id_list), self._device) for key in keys])
 
-    def _full_size(self, shares: torch.Tensor) -> torch.Tensor:
-        """Draft probabilities [C] over the target's vocabulary [V]."""
-        full = torch.zeros(self.head.config.vocab_size, device=self._device)
-        return full.index_copy_(0, self._target_ids, shares)
-
-    def _prunes(self, growth: _Growth) -> bool:
-        """Whether candidates may be left out for what they are: not if they were drawn, for that changes the law."""
-        return not self.sampled or growth.request.params.greedy
+    def _full_size(self, draft_probs: torch.Tensor) -> torch.Tensor:
+        """Draft probabilities [f, C] over the target's vocabulary [f, V]."""
+        full = torch.zeros((len(draft_probs), self.head.config.vocab_size), device=self._device)
+        return full.index_copy_(1, self._target_ids, draft_probs)
 
     def _choose_frontiers(self, growing: Sequence[_Growth], depth: int) -> list[_Growth]:
         """Pick the nodes at `depth` to expand, and return the requests that have any."""
@@ -267,24 +339,22 @@ class HeadDrafter:
             ]
             newest.sort(key=lambda node: (-builder.values[node], node))
             num_expanded = self._tree.beam
-            if not self._prunes(growth):  # every child drawn is kept, so none may be drawn beyond the budget
-                num_expanded = min(num_expanded, (growth.limit.max_nodes - len(builder)) // self._tree.branch)
+            if not growth.may_prune:  # every child drawn is kept, so none may be drawn beyond the budget
+                num_expanded = min(num_expanded, (growth.limit.max_nodes - len(builder)) // growth.num_drawn)
             growth.frontier = sorted(newest[: max(0, num_expanded)]) if depth < growth.limit.max_depth else []
             growth.num_seen = len(builder)
         return [growth for growth in growing if growth.frontier]
 
     def _pays(self, growths: Sequence[_Growth], growing: Sequence[_Growth], depth: int) -> bool:
         """Whether the tokens that another draft step may add outweigh what the round makes in the same time."""
-        width = len(growths)
-        expected = float(width)
-        spent = depth * self.step_milliseconds
-        best_rate = expected / (spent + self._cost.target_milliseconds(width))
-        for value in sorted((value for growth in growths for value in growth.builder.values), reverse=True):
-            width, expected = width + 1, expected + value
-            rate = expected / (spent + self._cost.target_milliseconds(width))
-            if rate < best_rate:
-                break
-            best_rate = rate
+        values = sorted((value for growth in growths for value in growth.builder.values), reverse=True)
+        _, best_rate = nodes_that_pay(
+            values[: sum(growth.limit.max_nodes for growth in growths)],
+            self._cost,
+            width=len(growths),
+            expected_tokens=len(growths),
+            spent_milliseconds=depth * self.step_milliseconds,
+        )
         reach = sum(growth.builder.values[node] for growth in growing for node in growth.frontier)
         return _NEXT_DEPTH_SHARE * reach > best_rate * self.step_milliseconds
 
@@ -296,10 +366,12 @@ class HeadDrafter:
         groups = [growth.expand(growth.frontier, depth) for growth in growing]
         return self._forward(groups, states[parent_rows])
 
-    def _build(self, growth: _Growth) -> DraftTree:
-        if not self._prunes(growth):
-            return growth.builder.build(Sampled(draft_probs=growth.draft_probs))
-        return growth.builder.build(OneHot() if growth.request.params.greedy else Coupled())
+
+def _proposal_kind(request: Request) -> KindType:
+    """What a request's children are: one-hot where nothing is random, else what its rule takes, if it can coupled."""
+    if request.params.greedy:
+        return OneHot
+    return next(kind for kind in (Coupled, Sampled, GreedySet, OneHot) if kind in request.rule.kinds)
 
 
 def _number_rows(growing: Sequence[_Growth]) -> None:
@@ -309,9 +381,3 @@ def _number_rows(growing: Sequence[_Growth]) -> None:
         growth.row_slice = slice(row, row + len(growth.frontier))
         growth.state_rows = {node: row + i for i, node in enumerate(growth.frontier)}
         row = growth.row_slice.stop
-
-
-def _draft_probs(growth: _Growth, logits: torch.Tensor) -> torch.Tensor:
-    """The distribution [.., C] that a request's sampled children are drawn from."""
-    temperature = growth.request.params.temperature
-    return torch.softmax(logits[growth.row_slice] / (1.0 if growth.request.params.greedy else temperature), dim=-1)

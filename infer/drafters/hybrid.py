@@ -2,6 +2,9 @@
 
 A head guesses what the target would say next; a lookup knows what was said before. Each proposes for every request,
 and a node that both propose is verified once.
+
+Only trees of fixed or coupled proposals can be joined: for a request whose rule takes draws, the first drafter that
+makes them proposes alone.
 """
 
 from __future__ import annotations
@@ -11,21 +14,32 @@ from collections.abc import Sequence
 import torch
 
 from infer.cost import CostModel
-from infer.drafters.base import Drafter, DraftLimit, TreeSettings
+from infer.drafters.base import Drafter, DraftLimit, RecordingDrafter, TreeSettings
 from infer.growth import merge
 from infer.request import Request
-from infer.tree import DraftTree
+from infer.tree import Coupled, DraftTree, OneHot
+from infer.verify import KindType
 
 
 class HybridDrafter:
-    """The union of `drafters`, each of which must propose unsampled, valued trees."""
+    """The union of `drafters`, each of which must give its nodes values."""
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if len({drafter.name for drafter in drafters}) < len(drafters):
             raise ValueError(f"drafters of a hybrid need different names, got {[drafter.name for drafter in drafters]}")
         self.drafters = tuple(drafters)
         self.name = "+".join(drafter.name for drafter in drafters)
+        self.kinds: tuple[KindType, ...] = tuple(dict.fromkeys(kind for drafter in drafters for kind in drafter.kinds))
         self.taps = tuple(tap for drafter in drafters for tap in drafter.taps)
+
+    @property
+    def records(self) -> bool:
+        return any(part.records for part in self._recording_parts())
+
+    @records.setter
+    def records(self, value: bool) -> None:
+        for part in self._recording_parts():
+            part.records = value
 
     @property
     def step_milliseconds(self) -> float:
@@ -43,9 +57,24 @@ class HybridDrafter:
             drafter.observe(request, part if width else None)
 
     def propose(self, requests: Sequence[Request], limits: Sequence[DraftLimit]) -> list[DraftTree]:
-        forests = [drafter.propose(requests, limits) for drafter in self.drafters]
-        return [merge(trees) for trees in zip(*forests, strict=True)]
+        trees: list[list[DraftTree]] = [[] for _ in requests]
+        for drafter in self.drafters:
+            mine = [index for index, request in enumerate(requests) if drafter in self._proposers(request)]
+            if mine:
+                proposed = drafter.propose([requests[index] for index in mine], [limits[index] for index in mine])
+                for index, tree in zip(mine, proposed, strict=True):
+                    trees[index].append(tree)
+        return [parts[0] if len(parts) == 1 else merge(parts) for parts in trees]
 
     def close(self, request: Request) -> None:
         for drafter in self.drafters:
             drafter.close(request)
+
+    def _proposers(self, request: Request) -> tuple[Drafter, ...]:
+        """Who proposes for a request: all where their trees can be joined, else the first that makes what is taken."""
+        if request.params.greedy or OneHot in request.rule.kinds or Coupled in request.rule.kinds:
+            return self.drafters
+        return tuple(drafter for drafter in self.drafters if set(drafter.kinds) & set(request.rule.kinds))[:1]
+
+    def _recording_parts(self) -> list[RecordingDrafter]:
+        return [drafter for drafter in self.drafters if isinstance(drafter, RecordingDrafter)]

@@ -16,6 +16,7 @@ from infer.drafters.base import DraftLimit, TreeSettings
 from infer.growth import TreeBuilder
 from infer.request import Request
 from infer.tree import ROOT, DraftTree, OneHot
+from infer.verify import KindType
 
 MAX_MATCH = 8
 MIN_MATCH = 2
@@ -78,6 +79,7 @@ class NgramDrafter:
     """See the module."""
 
     name = "ngram"
+    kinds: tuple[KindType, ...] = (OneHot,)
     step_milliseconds = 0.0
     taps: tuple[int, ...] = ()
 

@@ -13,20 +13,31 @@ import torch
 from infer.cost import CostModel
 from infer.drafters.base import DraftLimit, TreeSettings
 from infer.request import Request
-from infer.tree import DraftTree
+from infer.tree import Coupled, DraftTree, GreedySet, OneHot, Sampled
+from infer.verify import KindType
 
 Script = Callable[[Request, DraftLimit], DraftTree]
 
 
 class ScriptedDrafter:
-    """Asks `script(request, limit)` for every tree. `taps` may be given to have states collected all the same."""
+    """Asks `script(request, limit)` for every tree, which may be of any of `kinds`.
+
+    `taps` may be given to have states collected all the same.
+    """
 
     name = "scripted"
     step_milliseconds = 0.0
 
-    def __init__(self, script: Script, *, taps: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        script: Script,
+        *,
+        taps: tuple[int, ...] = (),
+        kinds: tuple[KindType, ...] = (OneHot, Coupled, Sampled, GreedySet),
+    ) -> None:
         self.script = script
         self.taps = taps
+        self.kinds = kinds
 
     def open(self, *, num_slots: int, num_columns: int, tree: TreeSettings, cost: CostModel) -> None:
         pass

@@ -104,6 +104,54 @@ def test_bounds_grow_with_drafts_and_without_replacement_helps() -> None:
     assert distinct[-1] <= 1
 
 
+def wide_pair(rng: np.random.Generator, *, spread: float, gap: float) -> tuple[Floats, Floats]:
+    """A target over 20,000 tokens, and a draft shaped like a head's: some 4,096 of them, near the target's logits."""
+    logits = rng.normal(size=20_000) * spread
+    known = np.unique(np.append(rng.choice(20_000, 4_096, replace=False), np.argsort(-logits)[:50]))
+    weights = np.exp(logits + rng.normal(size=20_000) * gap)
+    draft = np.zeros(20_000)
+    draft[known] = np.exp(logits[known])
+    return weights / weights.sum(), draft / draft.sum()
+
+
+@pytest.mark.parametrize(
+    ("spread", "gap"), [(0.0, 0.0), (0.1, 0.1), (1.0, 0.5), (3.0, 1.0), (4.0, 2.0), (6.0, 3.0), (15.0, 4.0)]
+)
+def test_the_quick_bound_is_never_low_and_hardly_high(spread: float, gap: float) -> None:
+    """Against the reference, from flat laws to peaked ones: too high by at most the stated 1e-3 (target mass between
+    the prefixes that are tried), too low by at most 1e-4 (quadrature)."""
+    target, draft = wide_pair(np.random.default_rng(7), spread=spread, gap=gap)
+    for num_drafts in (1, 2, 8, 20):
+        expected = bound.without_replacement_bound(target, draft, num_drafts)
+        found = bound.quick_without_replacement_bound(target, draft, num_drafts)
+        assert -1e-4 < found - expected < bound.QUICK_ERROR
+
+
+def test_the_quick_bound_where_one_token_has_nearly_all_of_the_draft() -> None:
+    """All draws but the first come from the last 1e-6 of the draft, at its own scale; and a target that shares it."""
+    rng = np.random.default_rng(8)
+    tail = rng.dirichlet(np.full(4_000, 0.3))
+    draft = np.append(1e-6 * tail, 1 - 1e-6)
+    for mass in (1e-6, 0.3, 0.9):
+        target = np.append(mass * rng.dirichlet(1e3 * tail + 1e-3), 1 - mass)
+        for num_drafts in (2, 8):
+            expected = bound.without_replacement_bound(target, draft, num_drafts)
+            found = bound.quick_without_replacement_bound(target, draft, num_drafts)
+            assert -1e-4 < found - expected < bound.QUICK_ERROR
+
+
+def test_the_quick_bound_is_the_reference_for_few_tokens_and_for_many_drafts() -> None:
+    for target, draft in pairs(30, seed=5):
+        for num_drafts in (1, 3):
+            expected = bound.without_replacement_bound(target, draft, num_drafts)
+            assert bound.quick_without_replacement_bound(target, draft, num_drafts) == pytest.approx(
+                expected, abs=1e-12
+            )
+    target, draft = wide_pair(np.random.default_rng(9), spread=3.0, gap=1.0)
+    expected = bound.without_replacement_bound(target, draft, 40)
+    assert bound.quick_without_replacement_bound(target, draft, 40) == pytest.approx(expected, abs=1e-12)
+
+
 def coupled_by_definition(target: Floats, draft: Floats) -> float:
     total = 0.0
     for x in np.flatnonzero((target > 0) & (draft > 0)):

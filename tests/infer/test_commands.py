@@ -106,6 +106,9 @@ def test_answers_in_json_are_complete_and_add_up(folders: Folders, tmp_path: Pat
         "seed",
         "seed_used",
         "lossless",
+        "exactness",
+        "sample",
+        "error",
     }
     assert sum(answer["accepted_lengths"]) == len(answer["token_ids"])
     assert len(answer["accepted_lengths"]) == answer["num_rounds"]

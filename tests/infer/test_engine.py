@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from infer.drafters import HybridDrafter, NgramDrafter, ScriptedDrafter, TreeSet
 from infer.drafters.scripted import replay
 from infer.engine import Engine
 from infer.rows import RowGroup
-from infer.sampling import SamplingError, SamplingParams
+from infer.sampling import SamplingParams
 from infer.target import TargetModel
 from infer.tree import ROOT, Coupled, DraftTree, OneHot, Sampled
 
@@ -448,11 +450,111 @@ def test_a_temperature_near_zero_is_greedy(target):
     assert plain(target, PROMPTS[0], sampling(1e-6)) == plain(target, PROMPTS[0], sampling(0.0))
 
 
-def test_a_request_that_bans_every_token_fails(target):
-    """The argmax of nothing but -inf is token 0, which nobody asked for."""
+def test_a_request_that_bans_every_token_fails_alone(target):
+    """The argmax of nothing but -inf is token 0, which nobody asked for; neighbours go on as if alone."""
     banned = sampling(logit_bias=dict.fromkeys(range(target.vocab_size), float("-inf")))
-    with pytest.raises(SamplingError, match="leave no token"):
-        Engine(target).generate([PROMPTS[0]], banned)
+    engine = Engine(target, NgramDrafter())
+    failed, fine = engine.generate([[3, 4, 5], [6, 7, 8]], [banned, sampling()])
+    assert failed.finish_reason == "error"
+    assert failed.error is not None
+    assert "leave no token" in failed.error
+    assert failed.token_ids == ()
+    assert fine.error is None
+    assert fine.token_ids == plain(target, [6, 7, 8], sampling())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_preempted_requests_resume_with_the_same_tokens(temperature, target):
+    """Slots are taken away at random moments, from any request: positions, hence noise, are those of the text."""
+    prompts = [[3, 4, 5], [6, 7, 8, 9], [10]]
+    params = [sampling(temperature, seed=i, max_tokens=40, ignore_eos=True) for i in range(3)]
+    rng = random.Random(0)
+
+    def script(request, limit):
+        return random_tree(rng, 128, limit, plain_ids[request.prompt_ids][len(request.output_ids) :])
+
+    plain_ids = {tuple(prompt): plain(target, prompt, one) for prompt, one in zip(prompts, params, strict=True)}
+    engine = Engine(target, ScriptedDrafter(script), cost=CostModel.free(), max_requests=2)
+    requests = engine.submit(prompts, params)
+    while any(request.finish_reason is None for request in requests):
+        engine.step()
+        if rng.random() < 0.5:
+            engine.preempt([rng.choice(requests)])
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert tuple(request.output_ids) == plain_ids[tuple(prompt)]
+
+
+def test_a_text_continued_elsewhere_goes_on_as_it_would_have(target):
+    """After a restart the text so far is the prompt: positions count both, so the same seed draws the same tokens."""
+    whole = plain(target, [3, 4, 5], sampling(1.0, seed=7, max_tokens=30, ignore_eos=True))
+    rest = plain(target, [3, 4, 5, *whole[:11]], sampling(1.0, seed=7, max_tokens=19, ignore_eos=True))
+    assert whole[11:] == rest
+
+
+def test_samples_of_a_prompt_are_independent_and_reproducible(target):
+    """n = 3: three answers side by side, told apart by their sample index, each the same alone and with neighbours."""
+    params = sampling(1.0, seed=5, n=3, max_tokens=24, ignore_eos=True)
+    engine = Engine(target, NgramDrafter())
+    answers = engine.generate([[3, 4, 5], [6, 7]], [params, sampling(1.0, seed=5, n=2)])
+    assert [(each.prompt_token_ids, each.sample) for each in answers] == [
+        *(((3, 4, 5), sample) for sample in range(3)),
+        *(((6, 7), sample) for sample in range(2)),
+    ]
+    assert len({each.token_ids for each in answers[:3]}) == 3
+    assert answers[0].token_ids == plain(target, [3, 4, 5], replace(params, n=1))
+    again = engine.generate([[3, 4, 5]], params)
+    assert [each.token_ids for each in again] == [each.token_ids for each in answers[:3]]
+    unseeded = engine.generate([[3, 4, 5]], replace(params, seed=None))
+    assert len({each.seed for each in unseeded}) == 1  # one seed reproduces all three
+    assert len({each.token_ids for each in unseeded}) == 3
+
+
+def test_log_probabilities_are_the_targets_own(target):
+    """Of emitted tokens and alternatives, under raw logits, though temperature and penalties drew them."""
+    params = sampling(0.8, seed=3, logprobs=3, frequency_penalty=0.5, max_tokens=20, ignore_eos=True)
+    (bare,) = Engine(target).generate([[3, 4, 5]], params)
+    right = bare.token_ids
+    engine = Engine(target, ScriptedDrafter(lambda r, limit: DraftTree.chain(right[len(r.output_ids) :][:4])))
+    (drafted,) = engine.generate([[3, 4, 5]], params)
+    assert drafted.token_ids == right
+    with target.stock() as model:
+        rows = model(torch.tensor([[3, 4, 5, *right]])).logits[0, 2:-1].log_softmax(-1)
+    for completion in (bare, drafted):
+        assert completion.logprobs is not None
+        assert [each.token_id for each in completion.logprobs] == list(right)
+        for row, each in zip(rows, completion.logprobs, strict=True):
+            assert each.logprob == pytest.approx(float(row[each.token_id]), abs=1e-4)
+            values, ids = row.topk(3)
+            assert [token for token, _ in each.top] == ids.tolist()
+            assert [value for _, value in each.top] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+def test_each_request_has_the_rule_it_asks_for(target):
+    """In one batch: the engine's rule, another's, and a lossy one, each marked with what it kept."""
+    engine = Engine(target, ScriptedDrafter(lambda request, limit: DraftTree.chain((5,))))
+    asked = [{}, {"exactness": "distribution"}, {"rule": "typical"}, {"exactness": "lossy"}]
+    params = [sampling(1.0, seed=1, **each) for each in asked]
+    requests = engine.submit([[3, 4]] * 4, params)
+    assert [request.rule.name for request in requests] == ["match", "traversal", "typical", "typical"]
+    assert [request.exactness for request in requests] == ["seed", "distribution", "lossy", "lossy"]
+    engine.abort()
+    with pytest.raises(ValueError, match="less than the 'seed' asked for"):
+        engine.submit([[3, 4]], sampling(exactness="seed", rule="recursive"))
+    with pytest.raises(ValueError, match="verifies Sampled proposals"):
+        Engine(target, NgramDrafter(), rule="token")
+    assert Engine(target, NgramDrafter(), exactness="distribution").rule.name == "match"
+
+
+def test_observers_see_every_tree_before_its_tokens_are_emitted(target):
+    seen = []
+    engine = Engine(
+        target,
+        NgramDrafter(),
+        observer=lambda request, tree, law, verdict: seen.append((len(request.output_ids), verdict.tokens(tree))),
+    )
+    (answer,) = engine.generate([[3, 4, 5]], sampling(max_tokens=9, ignore_eos=True))
+    assert [start for start, _ in seen] == list(accumulate(answer.accepted_lengths, initial=0))[:-1]
+    assert [token for _, tokens in seen for token in tokens][:9] == list(answer.token_ids)
 
 
 def test_a_stream_that_is_left_ends_no_other(target):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -396,6 +397,29 @@ def test_draw_adds_noise_to_scores_not_to_probabilities() -> None:
         ({"logit_bias": [1]}, "logit_bias must map token ids to numbers"),
         ({"ignore_eos": 1}, "ignore_eos must be true or false"),
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size must be an integer"),
+        ({"n": 0}, "n must be an integer of at least 1, got 0"),
+        ({"n": 1.0}, "n must be an integer"),
+        ({"logprobs": -1}, "logprobs must be None \\(off\\) or .* 0 to 20, got -1"),
+        ({"logprobs": 21}, "logprobs must be None"),
+        ({"logprobs": True}, "logprobs must be None"),
+        ({"exactness": "exact"}, "exactness 'exact' is unknown: expected bitwise, seed, distribution, lossy"),
+        ({"exactness": ""}, "exactness '' is unknown"),
+        ({"rule": ""}, "rule must be the name of a verification rule or None, got ''"),
+        ({"rule": 3}, "rule must be the name"),
+        ({"json_schema": ""}, "json_schema must be a mapping or JSON, got ''"),
+        ({"json_schema": "{"}, "json_schema must be a mapping or JSON, got '{': Expecting"),
+        ({"json_schema": "[" * 100_000}, "json_schema must be a mapping or JSON, got .*recursion"),
+        ({"json_schema": "3"}, "json_schema must be a JSON object, got 3"),
+        ({"json_schema": True}, "json_schema must be a JSON object, got True"),
+        ({"json_schema": {"a": math.nan}}, "json_schema cannot be written as JSON"),
+        ({"json_schema": {"a": {1, 2}}}, "json_schema cannot be written as JSON: .* is not a JSON value"),
+        ({"regex": ""}, "regex must be a text that is not empty"),
+        ({"regex": 3}, "regex must be a text"),
+        ({"grammar": ""}, "grammar must be a text that is not empty"),
+        ({"regex": "a", "grammar": "b"}, "regex and grammar are both given: an answer takes at most one constraint"),
+        ({"regex": "a", "json_schema": {}}, "json_schema and regex are both given"),
+        ({"regex": "a", "ignore_eos": True}, "regex and ignore_eos exclude each other"),
+        ({"json_schema": {}, "ignore_eos": True}, "json_schema and ignore_eos exclude each other"),
     ],
 )
 def test_wrong_values_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -432,6 +456,29 @@ def test_from_dict_takes_parsed_json() -> None:
     )
     assert isinstance(params.temperature, float)
     assert hash(params) == hash(params)
+
+
+def test_a_schema_is_one_text_however_it_is_given() -> None:
+    """Mappings and JSON texts of one schema are equal parameters, hashable, with keys in the order given."""
+    schema = {"type": "object", "properties": {"b": {"const": "é"}, "a": MappingProxyType({"type": "integer"})}}
+    text = '{"type":"object","properties":{"b":{"const":"é"},"a":{"type":"integer"}}}'
+    spaced = '{"type": "object",\n "properties": {"b": {"const": "\\u00e9"}, "a": {"type": "integer"}}}'
+    params = [SamplingParams(json_schema=given) for given in (schema, text, spaced)]
+    params.append(SamplingParams.from_dict({"json_schema": schema}))
+    assert {one.json_schema for one in params} == {text}
+    assert len(set(params)) == 1
+    assert params[0].constraint == ("json_schema", text)
+    reordered = SamplingParams(json_schema={"properties": schema["properties"], "type": "object"})
+    assert reordered != params[0]
+
+
+def test_from_dict_takes_what_requests_may_ask_for() -> None:
+    values = {"n": 2, "logprobs": 0, "exactness": "lossy", "rule": "typical", "regex": " "}
+    params = SamplingParams.from_dict(values)
+    assert {name: getattr(params, name) for name in values} == values
+    assert params.constraint == ("regex", " ")
+    assert SamplingParams().constraint is None
+    assert SamplingParams(grammar='start: "a"').constraint == ("grammar", 'start: "a"')
 
 
 def test_greedy_property() -> None:

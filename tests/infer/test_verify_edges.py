@@ -12,6 +12,19 @@ import torch
 from torch import Tensor
 
 from infer import verify as verify_module
+from infer.proof.enumeration import (
+    Drafter,
+    Model,
+    RandomModel,
+    Tokens,
+    coupled,
+    greedy_sets,
+    levels,
+    nothing,
+    sampled,
+    top_tokens,
+    uneven,
+)
 from infer.tree import ROOT, Coupled, DraftTree, GreedySet, OneHot, ProposalKind, Sampled
 from infer.verify import (
     RULES,
@@ -30,19 +43,6 @@ from infer.verify import (
     typical_rule,
     verify,
     verify_batch,
-)
-from tests.infer.enumeration import (
-    Drafter,
-    Model,
-    RandomModel,
-    Tokens,
-    coupled,
-    greedy_sets,
-    levels,
-    nothing,
-    sampled,
-    top_tokens,
-    uneven,
 )
 
 

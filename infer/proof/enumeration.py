@@ -3,8 +3,11 @@
 A `World` knows each uniform number only as an interval of [0, 1). A question about the number (is it below
 0.3? which token does it pick?) splits the interval at its breakpoints; a replay for each piece, weighted by
 the lengths of the intervals, gives the law of whatever ran: the very functions that the engine calls, to
-float64 rounding. Numbers go by name, so noise that is used twice is enumerated as the same number, and its
-faults show.
+float64 rounding. A number goes by the key that the engine's own `KeyedChance` would draw it with, so noise that
+is used twice, keys that collide among it, is enumerated as the same number, and its faults show.
+
+What this cannot see: rounding in float32, and faults of the engine around the rules (caches, masks, positions).
+Those are what `infer.audit` measures on a real model.
 """
 
 from __future__ import annotations
@@ -19,11 +22,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from infer.noise import position_key
 from infer.tree import ROOT, Coupled, DraftTree, GreedySet, OneHot, Sampled
-from infer.verify import RULES, Chance, Purpose, Rule, Verdict, verify
+from infer.verify import RULES, Chance, KeyedChance, NodeLaw, Purpose, Rule, Verdict, verify
 
 Tokens = tuple[int, ...]
+"""A history: tokens emitted so far, or a path in a tree."""
+
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """The functions under enumeration: the engine's own, or those of an edited copy (`infer.proof.faults`)."""
+
+    rules: Mapping[str, Rule] = field(default_factory=lambda: RULES)
+    chance: Callable[..., KeyedChance] = KeyedChance
+    position_key: Callable[[int, int, int, int], int] = position_key
+
+
+ENGINE = Code()
 
 
 # Worlds: one replay each.
@@ -40,6 +58,7 @@ class World:
 
     @property
     def weight(self) -> float:
+        """Probability of this world: the volume of what is known."""
         return float(np.prod([high - low for low, high in self.intervals.values()]))
 
     def piece(self, name: Hashable, edges: list[float]) -> int:
@@ -78,7 +97,7 @@ def worlds(play: Callable[[World], Result]) -> Iterator[tuple[float, Result]]:
 
 
 class Key(NamedTuple):
-    """Full name of a number that a rule or a drafter asks for."""
+    """What a rule or a drafter asks a number for."""
 
     context_length: int
     round_index: int
@@ -89,13 +108,16 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class EnumeratedChance:
-    """A `Chance` over a world. `rename` maps keys to numbers: the identity, or a reuse of noise to be
-    caught."""
+    """A `Chance` over a world. Two askings get one number if `code` would draw them with one key. `rename` plants
+    a reuse of noise: it names the number itself, or returns None to leave it to the code."""
 
     world: World
     context_length: int = 0
     round_index: int = 0
-    rename: Callable[[Key], Hashable] = lambda key: key
+    code: Code = ENGINE
+    rename: Callable[[Key], Hashable | None] = lambda key: None
+    names: dict[Key, Hashable] = field(default_factory=dict)
+    """Those found so far, to be shared by the worlds of one scenario."""
 
     def accept(self, probability: float, *, node: int, purpose: Purpose, trial: int = 0) -> bool:
         assert probability == probability, "an acceptance probability is NaN"
@@ -106,13 +128,24 @@ class EnumeratedChance:
         return self.world.invert(self._name(node, purpose, trial), weights)
 
     def _name(self, node: int, purpose: Purpose, trial: int) -> Hashable:
-        return self.rename(Key(self.context_length, self.round_index, node, purpose, trial))
+        key = Key(self.context_length, self.round_index, node, purpose, trial)
+        if key not in self.names:
+            planted = self.rename(key)
+            self.names[key] = self._number(key) if planted is None else ("planted", planted)
+        return self.names[key]
+
+    def _number(self, key: Key) -> float:
+        """What the engine would draw for seed 0: equal for equal keys, and in 53 bits for no others here."""
+        keyed = self.code.chance(seed=0, sample=0, attempt=0, round_index=key.round_index)
+        return keyed._uniform(key.node, key.purpose, key.trial)
 
 
 # Toy models: next-token laws that depend on the whole history.
 
 
 class Model(Protocol):
+    """A next-token law [V] float64 for every history."""
+
     @property
     def size(self) -> int: ...
     def probs(self, context: Tokens) -> Tensor: ...
@@ -174,6 +207,8 @@ class Noise(Protocol):
 
 
 Drafter = Callable[[Tokens, Chance, Noise], DraftTree]
+"""A tree for a history, from chance of its own and from what it sees of the target's."""
+
 Width = Callable[[Tokens], int]
 """How many children follow a drafted path: known before any of them is drawn."""
 
@@ -206,6 +241,7 @@ def uneven(path: Tokens) -> int:
 
 
 def as_drawn(drawn: list[int], row: Tensor) -> list[int]:
+    """Siblings in the order drawn: what a drafter must keep."""
     return drawn
 
 
@@ -241,6 +277,7 @@ def sampled(
 
 
 def top(row: Tensor, count: int) -> list[int]:
+    """The `count` likeliest tokens of the support, lower ids first on ties."""
     order: list[int] = torch.sort(row, descending=True, stable=True).indices[:count].tolist()
     return [token for token in order if row[token] > 0]
 
@@ -297,6 +334,7 @@ def coupled(model: Model, width: Width) -> Drafter:
 
 
 def nothing(context: Tokens, chance: Chance, noise: Noise) -> DraftTree:
+    """A drafter with nothing to say."""
     return DraftTree.empty()
 
 
@@ -321,72 +359,74 @@ class ToyLaw:
         path = self.tree.path(node)
         tokens = tuple(self.tree.tokens[step] for step in path)
         for end, token in enumerate(tokens):
-            possible = self.scenario.law_row(self.context, tokens[:end])[token] > 0
+            possible = self.scenario.target.probs(self.context + tokens[:end])[token] > 0
             assert possible, f"the row below an impossible token was read, at node {node}"
-        return self.scenario.law_row(self.context, tokens)
+        return self.scenario.target.probs(self.context + tokens)
 
 
 class LengthAndTokens(NamedTuple):
+    """What some rounds kept of their drafts, and all that they emitted."""
+
     num_accepted: int
     tokens: Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """`law_row(context, path)` is what the rule is told of the target, `rename` how keys map to numbers and
-    `slot_noise` ties the noise of draws to tree slots: honest by default, else a fault to be caught."""
+    """`law` is what the rule is told of the target, `rename` plants reused numbers and `slot_noise` ties the noise
+    of draws to tree slots: honest by default, else a fault to be caught."""
 
     rule: str
     target: Model
     draft: Drafter
     rounds: int = 1
     length: int = 3
-    read: Callable[[Model, Tokens, Tokens], Tensor] = lambda model, context, path: model.probs(context + path)
-    rename: Callable[[Key], Hashable] = lambda key: key
+    law: Callable[[Scenario, Tokens, DraftTree, Noise], NodeLaw] = ToyLaw
+    rename: Callable[[Key], Hashable | None] = lambda key: None
     slot_noise: bool = False
 
-    def law_row(self, context: Tokens, path: Tokens) -> Tensor:
-        return self.read(self.target, context, path)
-
-    def play(self, world: World, rules: Mapping[str, Rule] = RULES) -> LengthAndTokens:
+    def play(self, world: World, code: Code, names: dict[Key, Hashable]) -> LengthAndTokens:
         """Some rounds in one world: tokens accepted, and all tokens emitted."""
         context: Tokens = ()
         num_accepted = 0
         for round_index in range(self.rounds):
-            verdict, tree = self._play_round(world, context, round_index, rules)
+            chance = EnumeratedChance(world, len(context), round_index, code, self.rename, names)
+            verdict, tree = self._play_round(context, chance)
             context += verdict.tokens(tree)
             num_accepted += len(verdict.path)
         return LengthAndTokens(num_accepted, context)
 
-    def _play_round(
-        self, world: World, context: Tokens, round_index: int, rules: Mapping[str, Rule]
-    ) -> tuple[Verdict, DraftTree]:
+    def _play_round(self, context: Tokens, chance: EnumeratedChance) -> tuple[Verdict, DraftTree]:
+        code = chance.code
+
         def noise(node: int, position: int, weights: Tensor) -> int:
-            name = ("slot", round_index, node) if self.slot_noise else ("position", position)
-            return world.invert(name, weights)
+            of_slot = ("slot", chance.round_index, node)
+            of_position = ("position", code.position_key(0, 0, 0, position))
+            return chance.world.invert(of_slot if self.slot_noise else of_position, weights)
 
-        chance = EnumeratedChance(world, len(context), round_index, self.rename)
         tree = self.draft(context, chance, noise)
-        return verify(rules[self.rule], tree, ToyLaw(self, context, tree, noise), chance), tree
+        return verify(code.rules[self.rule], tree, self.law(self, context, tree, noise), chance), tree
 
-    def outcomes(self, rules: Mapping[str, Rule] = RULES) -> dict[LengthAndTokens, float]:
+    def outcomes(self, code: Code = ENGINE) -> dict[LengthAndTokens, float]:
         """Law of what the rounds accept and emit."""
         law: dict[LengthAndTokens, float] = {}
-        for weight, outcome in worlds(lambda world: self.play(world, rules)):
+        names: dict[Key, Hashable] = {}
+        for weight, outcome in worlds(lambda world: self.play(world, code, names)):
             law[outcome] = law.get(outcome, 0.0) + weight
         return law
 
-    def total_variation(self, rules: Mapping[str, Rule] = RULES) -> float:
+    def total_variation(self, code: Code = ENGINE) -> float:
         """Between the first `length` tokens of the rounds, completed by plain sampling, and plain sampling
         alone."""
         size = self.target.size
         emitted = np.zeros([size] * self.length)
-        for (_, tokens), weight in self.outcomes(rules).items():
+        for (_, tokens), weight in self.outcomes(code).items():
             start = tokens[: self.length]
             emitted[start] += weight * plain(self.target, start, self.length - len(start))
         return 0.5 * float(np.abs(emitted - plain(self.target, (), self.length)).sum())
 
     def expected_accepted(self) -> float:
+        """Mean number of draft tokens that the rounds keep."""
         return sum(weight * num_accepted for (num_accepted, _), weight in self.outcomes().items())
 
 
