@@ -64,6 +64,7 @@ _COMMANDS = {
     "eval": _Command("infer.cli.eval", "measure acceptance on held-out prompts"),
     "generate": _Command("infer.cli.generate", "complete prompts with a target and a head"),
     "bench": _Command("infer.cli.bench", "compare speed and answers with plain decoding"),
+    "audit": _Command("infer.cli.audit", "prove on your own model that answers are the target's"),
     "calibrate": _Command("infer.cli.calibrate", "fit a head's draft probabilities to how often they come true"),
     "profile": _Command("infer.cli.profile", "measure what forwards cost at each width"),
     "report": _Command("train.cli.report", "summarise a training run"),

@@ -55,6 +55,7 @@ class HeadCard:
     acceptance: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     vocabulary: Mapping[str, Any] = field(default_factory=dict)
+    certificate: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self, head: Eagle3Head) -> dict[str, Any]:
         return {
@@ -70,6 +71,7 @@ class HeadCard:
             "drafter": dict(self.drafter),
             "acceptance": dict(self.acceptance),
             "training": dict(self.training),
+            **({"certificate": dict(self.certificate)} if self.certificate else {}),
         }
 
     @classmethod
@@ -87,6 +89,7 @@ class HeadCard:
                 acceptance=values.get("acceptance", {}),
                 training=values.get("training", {}),
                 vocabulary=head.get("vocabulary", {}),
+                certificate=values.get("certificate", {}),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"{CARD_FILE} is incomplete or has unknown fields: {error}") from error
@@ -161,12 +164,14 @@ def read_card(folder: Path | str) -> HeadCard:
     return HeadCard.from_dict(_read_json(folder / CARD_FILE))
 
 
-def update_card(folder: Path | str, head: Eagle3Head, **changes: Any) -> HeadCard:
-    """Replace parts of the card of a saved head (tuned drafter settings, acceptance figures)."""
+def update_card(folder: Path | str, **changes: Mapping[str, Any]) -> HeadCard:
+    """Replace parts of a saved head's card (`drafter`, `acceptance`, `training`, `certificate`), in one atomic step."""
+    assert changes.keys() <= {"drafter", "acceptance", "training", "certificate"}, f"no free parts: {sorted(changes)}"
     folder = recover_folder(Path(folder))
-    card = replace(read_card(folder), **changes)
+    card = replace(read_card(folder), **changes)  # type: ignore[arg-type]
+    values = json.loads((folder / CARD_FILE).read_text(encoding="utf-8"))
     staging = folder / f".{CARD_FILE}.new"
-    staging.write_text(json.dumps(card.to_dict(head), indent=2) + "\n")
+    staging.write_text(json.dumps({**values, **changes}, indent=2) + "\n", encoding="utf-8")
     staging.replace(folder / CARD_FILE)
     return card
 

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         common.note("dry run: the head's card is left as it is")
     elif report.improves:
-        update_card(args.head, network, drafter={**card.drafter, KEY: calibration.to_dict()})
+        update_card(args.head, drafter={**card.drafter, KEY: calibration.to_dict()})
         common.note(f"wrote the calibration to the card of {args.head}")
     else:
         common.note("calibrated shares tell no more of held-out prompts than raw ones: the card is left as it is")

@@ -140,7 +140,7 @@ def rule_faults(small: Pair, larger: Pair, sparse: Pair) -> list[Fault]:
         ),
         in_source(
             "recursive: sibling's draft law not renormalised",
-            siblings,
+            triplets,
             ("return remaining / mass if mass > 0 else remaining", "return remaining"),
         ),
         in_source(
@@ -169,7 +169,7 @@ def rule_faults(small: Pair, larger: Pair, sparse: Pair) -> list[Fault]:
         ),
         in_source(
             "recursive: siblings without replacement verified as independent",
-            siblings,
+            triplets,
             (
                 "return draft_probs if tree.kind.replacement else remove(draft_probs, [token])",
                 "return draft_probs",

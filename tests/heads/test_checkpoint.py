@@ -198,8 +198,10 @@ def test_a_save_that_dies_leaves_the_previous_one(
 
 def test_card_can_be_updated_alone(head: Eagle3Head, card: HeadCard, tmp_path: Path) -> None:
     folder = save_head(tmp_path / "best", head, card)
-    update_card(folder, head, drafter={"max_depth": 5})
+    update_card(folder, drafter={"max_depth": 5})
+    update_card(folder, certificate={"passed": True})
     assert read_card(folder).drafter == {"max_depth": 5}
+    assert read_card(folder).certificate == {"passed": True}
     assert read_card(folder).acceptance == {"accepted_length": 2.0}
 
 
