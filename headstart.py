@@ -115,7 +115,7 @@ def _dispatch(arguments: list[str]) -> int:
         raise ValueError(_unknown_command(name))
     _check_packages()
     module = importlib.import_module(_COMMANDS[name].module)
-    status = module.run(_command_parser(name, module).parse_args(rest))
+    status = module.run(_command_parser(name, module).parse_intermixed_args(rest))
     assert isinstance(status, int), f"{_COMMANDS[name].module}.run returned {status!r}, not an exit status"
     return status
 

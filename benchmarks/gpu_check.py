@@ -42,21 +42,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from heads.eagle3 import Eagle3Config, Eagle3Head
 from heads.vocab import DraftVocabulary
 from infer import attention
-from infer.bench import first_difference, plain_margin
 from infer.cache import SlotCache
 from infer.cost import CostModel
+from infer.divergence import FirstDifference
 from infer.drafters.base import Drafter, DraftLimit, TreeSettings
 from infer.drafters.head import HeadDrafter
 from infer.drafters.ngram import NgramDrafter
 from infer.drafters.scripted import Script, ScriptedDrafter
 from infer.engine import Engine
-from infer.request import Completion, Request
+from infer.machine import dtype_name
+from infer.request import Request
 from infer.rows import PackedRows, RowGroup, tree_group
 from infer.sampling import SamplingParams
 from infer.target import DTYPES, TargetModel
 from infer.tree import ROOT, DraftTree, OneHot
 
-PARTS = {"bandwidth": 0.05, "attention": 0.2, "float32": 0.5, "bfloat16": 0.65, "speed": 0.85, "layers": 1.0}
+PARTS = {
+    "bandwidth": 0.05,
+    "attention": 0.2,
+    "float32": 0.45,
+    "bfloat16": 0.6,
+    "bitwise": 0.7,
+    "speed": 0.88,
+    "layers": 1.0,
+}
 """The parts in the order in which they run, and the share of the minutes by which each stops."""
 
 # Attention is compared by relative error, norm over norm. In float32 only the order of sums differs from the reference,
@@ -68,10 +77,6 @@ ATTENTION_TOLERANCE = {
     (torch.bfloat16, False): 1e-2,
     (torch.bfloat16, True): 3e-2,
 }
-# Largest gap between the two best logits that rounding alone can close. In bfloat16 it is generous: the share of
-# identical answers is the figure there, and this only tells rounding from a wrong mask.
-TOKEN_MARGIN = {torch.float32: 1e-4, torch.bfloat16: 1.0}
-
 PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
@@ -479,7 +484,7 @@ def check_attention(session: Session) -> None:
             if (case.softcap is not None) != softcapped:
                 continue
             if session.is_late("attention"):
-                session.skip("attention", f"out of time after {len(errors)} cases in {_name(dtype)}")
+                session.skip("attention", f"out of time after {len(errors)} cases in {dtype_name(dtype)}")
                 break
             errors[case] = attention_error(case, dtype, session.device, generator)
         worst = max(errors, key=lambda case: math.inf if math.isnan(errors[case]) else errors[case], default=None)
@@ -487,7 +492,7 @@ def check_attention(session: Session) -> None:
             continue
         passed = all(error <= tolerance for error in errors.values())
         detail = f"{len(errors)} ragged cases, largest relative error {errors[worst]:.1e} (tolerance {tolerance:.0e})"
-        name = f"attention, {_name(dtype)}{', softcapped' if softcapped else ''}"
+        name = f"attention, {dtype_name(dtype)}{', softcapped' if softcapped else ''}"
         session.check(name, passed, detail if passed else f"{detail}; worst: {worst.describe()}")
 
 
@@ -588,7 +593,7 @@ def _check_method(
     plain: Mapping[float, Sequence[tuple[int, ...]]],
 ) -> None:
     num_identical = num_answers = 0
-    margins: list[float] = []
+    differences: list[FirstDifference] = []
     lengths: list[int] = []
     for temperature, answers in plain.items():
         params = _params(prompts, temperature, session.sizes.max_tokens)
@@ -601,24 +606,42 @@ def _check_method(
                 num_identical += completion.token_ids == answer
                 lengths.extend(completion.accepted_lengths[1:])
                 if completion.token_ids != answer:
-                    margins.append(divergence_margin(target, completion, answer, one))
-    passed = all(margin <= TOKEN_MARGIN[target.dtype] for margin in margins)
+                    differences.append(
+                        FirstDifference.find(
+                            target, completion.prompt_token_ids, one, expected=answer, got=completion.token_ids
+                        )
+                    )
+    passed = all(difference.is_tie(target.dtype) for difference in differences)
     detail = f"{num_identical}/{num_answers} answers identical, {statistics.fmean(lengths):.2f} tokens a round"
-    if margins:
-        detail += f"; margins at first differences {', '.join(f'{margin:.1e}' for margin in sorted(margins)[-5:])}"
+    if differences:
+        margins = sorted(math.inf if each.margin is None else each.margin for each in differences)
+        detail += f"; largest margins at first differences {', '.join(f'{margin:.1e}' for margin in margins[-5:])}"
     # Only in float32: the script follows plain decoding's answer, which other roundings may leave early.
     if method.must_accept and target.dtype == torch.float32 and statistics.fmean(lengths) < 1.5:
         passed, detail = False, f"{detail}; too few tokens were accepted for this to prove anything"
-    session.check(f"tokens, {_name(target.dtype)}, {method.name}", passed, detail)
+    session.check(f"tokens, {dtype_name(target.dtype)}, {method.name}", passed, detail)
 
 
-def divergence_margin(
-    target: TargetModel, completion: Completion, answer: Sequence[int], params: SamplingParams
-) -> float:
-    """The gap, in logits, between plain decoding's two best tokens where an answer first differs from it."""
-    position = first_difference(answer, completion.token_ids)
-    margin = plain_margin(target, completion.prompt_token_ids, answer[:position], params)
-    return margin * (params.temperature or 1.0)  # scores are logits over temperature
+def check_bitwise(session: Session) -> None:
+    """In forwards of one shape bfloat16 tokens are plain decoding's to the bit, alone and together."""
+    target = session.target("bfloat16")
+    prompts = session.prompts(target)
+    num_identical = num_answers = 0
+    for temperature in session.sizes.temperatures:
+        params = _params(prompts, temperature, session.sizes.max_tokens)
+        answers = _token_ids(Engine(target, exactness="bitwise", max_requests=8), prompts, params)
+        by_prompt = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
+        for num_requests, num_prompts in ((1, session.sizes.num_single_prompts), (8, len(prompts))):
+            drafter = ScriptedDrafter(half_right(by_prompt, target.vocab_size))
+            engine = Engine(target, drafter, exactness="bitwise", max_requests=num_requests)
+            found = _token_ids(engine, prompts[:num_prompts], params[:num_prompts])
+            num_answers += num_prompts
+            num_identical += sum(one == other for one, other in zip(found, answers, strict=False))
+    session.check(
+        "tokens, bfloat16, bitwise mode",
+        num_identical == num_answers,
+        f"{num_identical}/{num_answers} answers identical to the bit",
+    )
 
 
 def _params(prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int) -> list[SamplingParams]:
@@ -817,6 +840,7 @@ def run_parts(session: Session, parts: Sequence[str]) -> None:
         "attention": check_attention,
         "float32": lambda session: check_tokens(session, "float32"),
         "bfloat16": lambda session: check_tokens(session, "bfloat16"),
+        "bitwise": check_bitwise,
         "speed": measure_speed,
         "layers": measure_layers,
     }
@@ -849,10 +873,6 @@ def table(session: Session) -> str:
     if session.skipped:
         lines += ["", "not run", *(f"  {each.part}: {each.reason}" for each in session.skipped)]
     return "\n".join(lines)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _first_line(error: BaseException) -> str:

@@ -79,6 +79,9 @@ class HeadCard:
         version = values.get("headstart_version")
         if version != CARD_VERSION:
             raise ValueError(f"{CARD_FILE} has version {version!r}, this headstart reads version {CARD_VERSION}")
+        for part in ("drafter", "acceptance", "training", "certificate"):
+            if not isinstance(values.get(part, {}), Mapping):
+                raise ValueError(f"{CARD_FILE}: {part!r} holds {values[part]!r:.60}; expected a mapping, or nothing")
         try:
             target = TargetReference(**values["target"])
             head = values["head"]

@@ -23,12 +23,6 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def family_named(name: str) -> Family:
-    if name not in FAMILIES:
-        raise ValueError(f"unknown head family {name!r}; known: {', '.join(FAMILIES)}")
-    return FAMILIES[name]
-
-
 def family_of_config(native: Mapping[str, Any]) -> str:
     """The family whose architecture a checkpoint's `config.json` names."""
     architectures = native.get("architectures") or []

@@ -6,8 +6,8 @@ in bfloat16:
 
     float32 equality                speculative token ids are plain decoding's, over temperatures, seeds, trees, batches
     probability integral transform  what is emitted has the probabilities that transformers' own model gives it
-    bfloat16 divergence             where rounding parts the two, it does so at near ties and nowhere else
-    bitwise mode                    in forwards of one shape, not even there
+    bfloat16 divergence             rounding may make answers differ from plain decoding's, but only at near ties
+    bitwise mode                    in forwards of one shape answers do not differ even there
 
 What an audit cannot show: that a fault which needs longer texts, other prompts or other settings than were tried is
 absent. The certificate says how much was tried.
@@ -15,26 +15,29 @@ absent. The certificate says how much was tried.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.metadata
-import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from heads.checkpoint import WEIGHTS_FILE, present_folder
+import torch
+
+from heads.checkpoint import WEIGHTS_FILE, present_folder, read_card
 from infer.cost import CostModel
-from infer.drafters import LOOKUP, NO_DRAFT, Drafter
+from infer.divergence import tie_below
+from infer.drafters import LOOKUP, NO_DRAFT, Drafter, load_drafter
 from infer.drafters.base import TreeSettings
-from infer.engine import Engine, load_engine
+from infer.engine import Engine
 from infer.evaluate import EvalPrompt
 from infer.machine import machine_facts
 from infer.proof.certificate import Certificate, Check
-from infer.proof.equality import DEEP, TREE16, TREE32, TREES, Evidence, Tally, Tie, gather, interleave
+from infer.proof.equality import DEEP, TREE16, TREE32, TREES, Evidence, Tally, gather, interleave
 from infer.proof.faults import FAULTS
 from infer.proof.law import NUM_TESTS, LawSample, draw_answers, judge
 from infer.proof.scenarios import DRAFTERS_OF_RULE, EXACT, all_scenarios
@@ -52,37 +55,17 @@ LAW_TEMPERATURES = (0.7, 1.0)
 FALSE_ALARM = 1e-3
 """How often a faultless head would fail the probability integral transform, all of its tests together."""
 
-FLOAT32_TIE = 1e-4
-"""Largest gap between two float32 logits that another order of summation closes."""
-BFLOAT16_TIE = 0.5
-"""Likewise in bfloat16. Logits from 16 to 32, where the best usually lie, are 0.125 apart: one or two of these steps
-for each of two logits. Measured on a model of 135M parameters: at most 0.25."""
-
-
-def float32_tie(best_score: float) -> float:
-    """The margin below which rounding explains a difference in float32."""
-    return FLOAT32_TIE
-
-
-def bfloat16_tie(best_score: float) -> float:
-    """Likewise in bfloat16: four steps between numbers of that size, where these are larger."""
-    step = 2.0 ** (math.frexp(best_score)[1] - 8)
-    return max(BFLOAT16_TIE, 4 * step) if math.isfinite(best_score) else BFLOAT16_TIE
-
-
-def no_tie(best_score: float) -> float:
-    """Rounding explains nothing."""
-    return 0.0
-
-
 _SHOWN = 3
 """Differences described in a check's detail; the figures hold all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditSettings:
-    """How much is tried. Tokens are emitted speculative ones; `min_accepted` and `min_deep` of those in the float32
-    equality check must have been drafted and accepted, at any depth and at depth 3 or below."""
+    """How much is tried.
+
+    Tokens are those that speculative decoding emits. Of the float32 check's, `min_accepted` must have been drafted and
+    accepted, and `min_deep` of these at depth 3 or below.
+    """
 
     num_tokens: int = 10_000
     min_accepted: int = 3_000
@@ -131,13 +114,18 @@ QUICK_TOKENS = 1_500
 
 Loader = Callable[[str], TargetModel]
 """Loads the target in the dtype of that name."""
-DrafterMaker = Callable[[TargetModel], Drafter]
 Prompts = Callable[[TargetModel], Sequence[EvalPrompt]]
 """Renders the prompts for a loaded target."""
 
 
+class DrafterMaker(Protocol):
+    """Makes the draft under audit for a loaded target: joined by the lookup, or (for chains) without it."""
+
+    def __call__(self, target: TargetModel, *, hybrid: bool) -> Drafter: ...
+
+
 class Progress(Protocol):
-    """Told of every check: when it starts, with the amount of work in view, as it advances, and how it ended."""
+    """Called when a check starts (with its amount of work), advances and ends."""
 
     def start(self, check: str, total: int, unit: str) -> None: ...
     def advance(self, amount: int) -> None: ...
@@ -145,7 +133,7 @@ class Progress(Protocol):
 
 
 class Silent:
-    """Progress that nobody follows."""
+    """Progress that is shown to nobody."""
 
     def start(self, check: str, total: int, unit: str) -> None:
         pass
@@ -158,26 +146,47 @@ class Silent:
 
 
 def audit(
-    target: str | Path | Loader,
-    head: str | Path | DrafterMaker,
+    target: str | Path,
+    head: str | Path,
     *,
     prompts: Prompts,
     settings: AuditSettings | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
-    checks: Sequence[str] = CHECKS,
 ) -> Certificate:
-    """Test `head` (a folder, `ngram`, or what makes a drafter for a target) on `target` (a folder, a Hub name, or
-    what loads it in a dtype). `checks` leaves some out.
+    """Test `head` (a folder, or `ngram`) on `target` (a folder or a Hub name).
 
     Raises ValueError before any check if the head was trained for another target.
     """
     if str(head) == NO_DRAFT:
         raise ValueError("'none' drafts nothing, so there is nothing to audit: give a head's folder or 'ngram'")
+
+    def load(dtype: str) -> TargetModel:
+        return TargetModel.load(target, dtype=dtype, device=device)
+
+    def make_drafter(target: TargetModel, *, hybrid: bool) -> Drafter:
+        drafter = load_drafter(head, target, hybrid=hybrid)
+        assert drafter is not None
+        return drafter
+
+    facts = _head_facts(head)  # now: another process may write a better head to the folder meanwhile
+    certificate = run_checks(load, make_drafter, prompts=prompts, settings=settings, progress=progress)
+    return replace(certificate, facts={**facts, **certificate.facts})
+
+
+def run_checks(
+    load: Loader,
+    make_drafter: DrafterMaker,
+    *,
+    prompts: Prompts,
+    settings: AuditSettings | None = None,
+    progress: Progress | None = None,
+    checks: Sequence[str] = CHECKS,
+) -> Certificate:
+    """The certificate of any target and draft; `checks` leaves some out."""
     start = time.perf_counter()
     settings, progress = settings or AuditSettings(), progress or Silent()
-    load: Loader = target if callable(target) else partial(_load_target, target, device)
-    subject = partial(Subject.load, load, head=head, prompts=prompts, settings=settings, advance=progress.advance)
+    subject = partial(Subject.load, load, make_drafter, prompts=prompts, settings=settings, advance=progress.advance)
     made: list[Check] = []
 
     def test(name: str, amount: int, unit: str, check: Callable[[], Check]) -> None:
@@ -194,7 +203,8 @@ def audit(
     test(EQUALITY, settings.num_tokens, "tokens", partial(float32_equality, one))
     test(TRANSFORM, num_law_tokens, "tokens", partial(integral_transform, one))
     if {DIVERGENCE, BITWISE} & set(checks):
-        del one  # before the other copy of the weights comes
+        del one
+        gc.collect()  # a fused model refers to itself: only so are its weights gone before the other copy comes
         two = subject("bfloat16")
         test(DIVERGENCE, settings.num_bfloat16_tokens, "tokens", partial(bfloat16_divergence, two))
         test(BITWISE, settings.num_bitwise_tokens, "tokens", partial(bitwise_mode, two))
@@ -202,7 +212,8 @@ def audit(
 
 
 def _guarded(name: str, check: Callable[[], Check]) -> Check:
-    """A check that stops by an error has failed. The others go on: the certificate should show all that is wrong."""
+    """Run a check. One that stops by an error has failed, and the others go on: the certificate should show all that
+    is wrong."""
     try:
         return check()
     except Exception as error:
@@ -213,10 +224,14 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is audited: a target in one dtype, the head, and the prompts that it is tried on."""
+    """What is audited: a target in one dtype, its draft (for trees, and for chains), and the prompts to try it on.
+
+    Engines share the drafters, so one at a time may decode.
+    """
 
     target: TargetModel
-    head: str | Path | DrafterMaker
+    tree_drafter: Drafter
+    chain_drafter: Drafter
     prompts: Sequence[EvalPrompt]
     settings: AuditSettings
     advance: Callable[[int], None]
@@ -225,9 +240,9 @@ class Subject:
     def load(
         cls,
         load: Loader,
+        make_drafter: DrafterMaker,
         dtype: str,
         *,
-        head: str | Path | DrafterMaker,
         prompts: Prompts,
         settings: AuditSettings,
         advance: Callable[[int], None],
@@ -241,32 +256,34 @@ class Subject:
                 f"an audit needs at least one prompt of at most {longest} tokens ({target.name} takes "
                 f"{target.max_length}, of which {settings.max_tokens} are for the answer)"
             )
-        subject = cls(target=target, head=head, prompts=fitting, settings=settings, advance=advance)
-        subject.engine(TREES[TREE16], 1)
-        return subject
+        return cls(
+            target=target,
+            tree_drafter=make_drafter(target, hybrid=True),
+            chain_drafter=make_drafter(target, hybrid=False),
+            prompts=fitting,
+            settings=settings,
+            advance=advance,
+        )
 
     def engine(self, tree: TreeSettings, batch: int, *, exactness: str | None = None) -> Engine:
-        """The head at work, with trees that do not depend on the machine."""
-        cost = CostModel.free()
-        if callable(self.head):
-            drafter = self.head(self.target)
-            return Engine(self.target, drafter, exactness=exactness, tree=tree, max_requests=batch, cost=cost)
-        return load_engine(self.head, self.target, exactness=exactness, tree=tree, max_requests=batch, cost=cost)
+        """An engine with the draft, whose trees do not depend on the machine."""
+        drafter = self.chain_drafter if tree.branch == 1 else self.tree_drafter
+        return Engine(self.target, drafter, exactness=exactness, tree=tree, max_requests=batch, cost=CostModel.free())
 
     def law_promises(self) -> tuple[str, ...]:
         """What decoding can promise of the law with this draft: a rejection rule needs one that can be sampled."""
         sampled = self.engine(TREES[TREE16], 1, exactness="distribution").rule.name != "match"
         return ("seed", "distribution") if sampled else ("seed",)
 
-    def compare(self, trees: Sequence[str], num_tokens: int, *, tie: Tie, exactness: str | None = None) -> Evidence:
-        """Speculative answers beside plain ones under the same promise."""
+    def compare(self, trees: Sequence[str], num_tokens: int, *, exactness: str | None = None) -> Evidence:
+        """Hold speculative answers against plain ones under the same promise."""
         return gather(
             self.prompts,
             lambda batch: Engine(self.target, exactness=exactness, max_requests=batch, cost=CostModel.free()),
             partial(self.engine, exactness=exactness),
             trees=trees,
             needs=self.settings.needs(num_tokens),
-            tie=tie,
+            rounding=None if exactness == "bitwise" else self.target.dtype,
             max_tokens=self.settings.max_tokens,
             seed=self.settings.seed,
             progress=self.advance,
@@ -280,15 +297,11 @@ class Subject:
         return f"{token}" if tokenizer is None else f"{token} {tokenizer.decode([token])!r}"
 
 
-def _load_target(source: str | Path, device: str, dtype: str) -> TargetModel:
-    return TargetModel.load(source, dtype=dtype, device=device)
-
-
 # The checks that need no model.
 
 
 def enumeration(advance: Callable[[int], None]) -> Check:
-    """The exact law of every scenario under the rules as they are registered."""
+    """Compute the exact law of every scenario under the rules as they are registered."""
     worst, where, num_laws = 0.0, "", 0
     for name, scenario in all_scenarios():
         deviation = scenario.total_variation()
@@ -310,7 +323,7 @@ def enumeration(advance: Callable[[int], None]) -> Check:
 
 
 def faults_caught(advance: Callable[[int], None]) -> Check:
-    """Each planted fault, in the code that runs here."""
+    """Plant each fault, one at a time, in the code that runs here, and see whether it shows."""
     findings = []
     for fault in FAULTS:
         findings.append(fault.measure())
@@ -333,15 +346,15 @@ def faults_caught(advance: Callable[[int], None]) -> Check:
 
 
 def float32_equality(subject: Subject) -> Check:
-    """The promise itself: the tokens of plain decoding with the same seed."""
-    evidence = subject.compare(tuple(TREES), subject.settings.num_tokens, tie=float32_tie)
+    """In float32 the tokens are those of plain decoding with the same seed."""
+    evidence = subject.compare(tuple(TREES), subject.settings.num_tokens)
     return _judged(EQUALITY, subject, evidence, subject.settings.num_tokens, "all tokens are plain decoding's")
 
 
 def bfloat16_divergence(subject: Subject) -> Check:
-    """In low precision answers may part, at near ties."""
+    """In low precision answers may differ from plain decoding's at near ties, and nowhere else."""
     num_tokens = subject.settings.num_bfloat16_tokens
-    evidence = subject.compare((TREE16,), num_tokens, tie=bfloat16_tie)
+    evidence = subject.compare((TREE16,), num_tokens)
     total = evidence.total
     summary = (
         f"{total.identical} of {total.answers} answers ({total.identical / total.answers:.0%}) are plain decoding's"
@@ -350,15 +363,16 @@ def bfloat16_divergence(subject: Subject) -> Check:
         margins = sorted(each.margin or 0.0 for each in evidence.ties)
         summary += (
             f", and the others first differ at near ties: margins of {margins[len(margins) // 2]:.2g} (median) to "
-            f"{margins[-1]:.2g}, where up to {BFLOAT16_TIE:g} (or four steps of bfloat16 at large logits) is rounding"
+            f"{margins[-1]:.2g}, where less than {tie_below(torch.bfloat16, 0.0):g} (more at logits above 32) is "
+            "rounding"
         )
     return _judged(DIVERGENCE, subject, evidence, num_tokens, summary)
 
 
 def bitwise_mode(subject: Subject) -> Check:
-    """In forwards of one shape, answers do not part in any precision."""
+    """In forwards of one shape answers are plain decoding's in any precision."""
     num_tokens = subject.settings.num_bitwise_tokens
-    evidence = subject.compare((TREE16, TREE32), num_tokens, tie=no_tie, exactness="bitwise")
+    evidence = subject.compare((TREE16, TREE32), num_tokens, exactness="bitwise")
     return _judged(BITWISE, subject, evidence, num_tokens, "no token in bfloat16 differs from plain decoding's")
 
 
@@ -372,7 +386,7 @@ def _judged(name: str, subject: Subject, evidence: Evidence, num_tokens: int, su
     passed = False
     if evidence.faults:
         first = f"{len(evidence.faults)} of {total.answers} answers differ from plain decoding's"
-        first += "" if evidence.tie is no_tie else " by more than rounding"
+        first += "" if evidence.rounding is None else " by more than rounding"
     elif total.emitted < needs.emitted or total.accepted < needs.accepted or total.deep < needs.deep:
         asked = f"{needs.emitted:,} tokens, {needs.accepted:,} accepted and {needs.deep:,} at that depth"
         first = f"not enough evidence, though no fault was seen: {tried}; this check asks for {asked}"
@@ -389,7 +403,7 @@ def _judged(name: str, subject: Subject, evidence: Evidence, num_tokens: int, su
 
 
 def integral_transform(subject: Subject) -> Check:
-    """Emitted tokens against the stock model's probabilities, under every rule family that the draft allows."""
+    """Hold emitted tokens against the stock model's probabilities, under every rule family that the draft allows."""
     samples: list[LawSample] = []
     for promise in subject.law_promises():
         for temperature in LAW_TEMPERATURES:
@@ -454,8 +468,6 @@ def _facts(subject: Subject) -> dict[str, Any]:
     return {
         "target": subject.target.name,
         "target_fingerprint": subject.target.fingerprint,
-        "head": _head_name(subject.head),
-        "head_sha256": _head_hash(subject.head),
         "dtype": "float32 and bfloat16",
         "device": str(subject.target.device),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -465,19 +477,15 @@ def _facts(subject: Subject) -> dict[str, Any]:
     }
 
 
-def _head_name(head: str | Path | DrafterMaker) -> str:
-    """Whole if relative; the last part of a path that begins at this machine's root."""
-    if callable(head):
-        return getattr(head, "__name__", type(head).__name__)
-    return Path(head).name if Path(head).is_absolute() else str(head)
-
-
-def _head_hash(head: str | Path | DrafterMaker) -> str | None:
-    """Of the weights; None for a draft without any."""
-    if callable(head) or str(head) == LOOKUP:
-        return None
+def _head_facts(head: str | Path) -> dict[str, Any]:
+    """The head's name (the last part only of a path that begins at this machine's root), and the hash of its weights
+    (None for a lookup, which has none)."""
+    name = Path(head).name if Path(head).is_absolute() else str(head)
+    if str(head) == LOOKUP:
+        return {"head": name, "head_sha256": None}
+    read_card(head)  # which says what is wrong with a folder that is no head
     weights = present_folder(Path(head)) / WEIGHTS_FILE
-    return hashlib.sha256(weights.read_bytes()).hexdigest()
+    return {"head": name, "head_sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
 
 
 def _version() -> str | None:

@@ -27,28 +27,22 @@ from typing import Any
 
 import torch
 
+from infer.divergence import FirstDifference
 from infer.drafters.base import TreeSettings
 from infer.engine import Engine
 from infer.evaluate import DEFINITION, Acceptance, EvalPrompt
-from infer.machine import machine_facts
-from infer.noise import gumbel, position_key
+from infer.machine import NOISY_LOAD, dtype_name, machine_facts
 from infer.repetition import LOOP_SHARE, is_looping
-from infer.rows import RowGroup
-from infer.sampling import Processor, SamplingParams
+from infer.sampling import SamplingParams
 from infer.target import TargetModel
 
 METHODS = ("plain", "stock", "prompt_lookup", "headstart")
 LOOKUP_TOKENS = 10
-NOISY_LOAD = 1.0
-"""Above this load average, somebody else's work is in the figures."""
-
-# Largest gap between the two best logits that rounding alone can close.
-NEAR_TIE = {torch.float32: 2e-4, torch.bfloat16: 0.5, torch.float16: 0.06}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One answer and its times. `round_seconds`: of the `num_timed_rounds` rounds after the engine's first
+    """One answer and its times. `round_seconds`: the time of the `num_timed_rounds` rounds after the engine's first
     step, which holds the prefill. The stock methods report no rounds."""
 
     token_ids: tuple[int, ...]
@@ -114,13 +108,13 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Where an answer first differs from plain decoding's. `margin`: the gap between plain decoding's two
-    best scores there; a near tie is one that rounding can turn over."""
+    """Where an answer first differs from plain decoding's (`infer.divergence`). `margin`: the gap between the two
+    tokens as logits, None where one of them is missing or ruled out; a near tie is one that rounding can turn over."""
 
     prompt: int
     temperature: float
     position: int
-    margin: float
+    margin: float | None
     near_tie: bool
 
 
@@ -205,30 +199,14 @@ def benchmark(
         for index in range(len(prompts))
     ]
     dtype = dtype_name(engine.target.dtype)
-    domains = list(dict.fromkeys(prompt.domain for prompt in prompts))
+    by_domain = {each.domain: [other for other in answers if other.domain == each.domain] for each in answers}
     return BenchReport(
         machine=machine,
         target=engine.target.name,
         head=head,
-        settings={
-            "max_tokens": max_tokens,
-            "repeats": repeats,
-            "seed": seed,
-            "num_prompts": len(prompts),
-            "first_prompt_hash": ids_hash(prompts[0].token_ids),
-            "tree": asdict(engine.tree),
-            "exactness": engine.exactness,
-            "rule": engine.rule.name,
-            "row_width": engine.row_width,
-            "prompt_lookup_num_tokens": LOOKUP_TOKENS,
-            "loop_share": LOOP_SHARE,
-        },
+        settings={**bench.settings(), "repeats": repeats},
         results=_rows(answers, methods, dtype),
-        by_domain=tuple(
-            row
-            for domain in domains
-            for row in _rows([each for each in answers if each.domain == domain], methods, dtype, domain)
-        ),
+        by_domain=tuple(row for domain, some in by_domain.items() for row in _rows(some, methods, dtype, domain)),
         without_loops=_rows([each for each in answers if not each.looping], methods, dtype),
         first_divergences=tuple(bench.divergences(answers)),
     )
@@ -263,6 +241,21 @@ class _Bench:
 
     def params(self, index: int, temperature: float) -> SamplingParams:
         return SamplingParams(temperature=temperature, seed=self.seed + index, max_tokens=self.max_tokens)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "max_tokens": self.max_tokens,
+            "seed": self.seed,
+            "num_prompts": len(self.prompts),
+            "first_prompt_hash": ids_hash(self.prompts[0].token_ids),
+            "tree": asdict(self.engine.tree),
+            "exactness": self.engine.exactness,
+            "rule": self.engine.rule.name,
+            "lossless": self.engine.rule.lossless,
+            "row_width": self.engine.row_width,
+            "prompt_lookup_num_tokens": LOOKUP_TOKENS,
+            "loop_share": LOOP_SHARE,
+        }
 
     def warm_up(self, temperature: float, *, num_tokens: int = 8) -> None:
         """Allocate room for the longest prompt, and let every method run once untimed."""
@@ -308,18 +301,20 @@ class _Bench:
             seed_exact = self.engine.rule.exactness == "seed" or each.temperature == 0
             if plain == drafted or not (seed_exact and self.engine.rule.lossless):
                 continue
-            position = first_difference(plain, drafted)
-            prompt_ids = self.prompts[each.index].token_ids
-            params = self.params(each.index, each.temperature)
-            margin = plain_margin(self.target, prompt_ids, plain[:position], params)
-            scale = 1.0 if params.greedy else params.temperature  # scores are logits over temperature
+            first = FirstDifference.find(
+                self.target,
+                self.prompts[each.index].token_ids,
+                self.params(each.index, each.temperature),
+                expected=plain,
+                got=drafted,
+            )
             found.append(
                 Divergence(
                     prompt=each.index,
                     temperature=each.temperature,
-                    position=position,
-                    margin=margin,
-                    near_tie=self.engine.row_width is None and margin * scale <= NEAR_TIE[self.target.dtype],
+                    position=first.position,
+                    margin=first.margin,
+                    near_tie=self.engine.row_width is None and first.is_tie(self.target.dtype),
                 )
             )
         return found
@@ -376,53 +371,9 @@ def run_stock(
     return Run(token_ids=answer, seconds=seconds)
 
 
-def plain_margin(
-    target: TargetModel, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
-) -> float:
-    """The gap between the two best scores of the token that follows `output_ids`."""
-    best, second = plain_scores(target, prompt_ids, output_ids, params).topk(2).values.tolist()
-    return float(best - second)
-
-
-def plain_scores(
-    target: TargetModel, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
-) -> torch.Tensor:
-    """What plain decoding takes the argmax of after `output_ids` [V]: processed scores, the position's noise
-    included.
-
-    Recomputed in one forward over the whole text, so equal to the engine's own up to rounding.
-    """
-    text = [*prompt_ids, *output_ids]
-    cache = target.new_cache(num_slots=1, num_columns=len(text))
-    group = RowGroup(slot=0, prefix=0, tokens=text)
-    logits = target.forward([group], cache, logit_rows=[len(text) - 1]).logits[0]
-    processor = Processor(
-        params,
-        prompt_ids=prompt_ids,
-        eos_ids=target.eos_ids,
-        vocab_size=target.vocab_size,
-        device=target.device,
-    )
-    scores = processor.scores(logits, output_ids)
-    if params.greedy:
-        return scores
-    assert params.seed is not None, "a sampled answer is recomputed from its seed"
-    return scores + gumbel(position_key(params.seed, 0, 0, len(text)), target.vocab_size, target.device)
-
-
-def first_difference(first: Sequence[int], second: Sequence[int]) -> int:
-    """The first index at which two sequences differ (the shorter one's length if it begins the other)."""
-    pairs = zip(first, second, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
-
-
 def ids_hash(token_ids: Sequence[int]) -> str:
     """Short hash of a rendered prompt, by which two programs can tell that they gave the same one."""
     return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:12]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _checked_methods(methods: Sequence[str], engine: Engine) -> tuple[str, ...]:

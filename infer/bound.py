@@ -54,19 +54,20 @@ def token_level_acceptance(target_probs: Probs, draft_probs: Probs) -> float:
 
 
 def fixed_set_bound(target_probs: Probs, tokens: Sequence[int]) -> float:
-    """Candidates fixed without randomness: the target's mass on them, which the match walk attains."""
+    """The bound for candidates fixed without randomness: the target's mass on them, which the match walk attains."""
     return float(_distribution(target_probs, "target")[sorted(set(tokens))].sum())
 
 
 def independent_bound(target_probs: Probs, draft_probs: Probs, num_drafts: int) -> float:
-    """Independent drafts. By concavity a worst set is a prefix of the tokens by target/draft, ascending."""
+    """The bound for independent drafts. By concavity a worst set is a prefix of the tokens by target/draft,
+    ascending."""
     target, draft = _by_likeness(*_pair(target_probs, draft_probs))
     _check_num_drafts(num_drafts)
     return _one_plus_least(np.cumsum(target) - np.cumsum(draft) ** num_drafts)
 
 
 def without_replacement_bound(target_probs: Probs, draft_probs: Probs, num_drafts: int) -> float:
-    """Drafts without replacement (all of the draft's support, if that is fewer than `num_drafts`).
+    """The bound for drafts without replacement (all of the draft's support, if that is fewer than `num_drafts`).
 
     That a worst set is a prefix by target/draft has been checked on many cases, not proved; where it failed,
     this figure would be too high, never too low.
@@ -95,7 +96,7 @@ def quick_without_replacement_bound(target_probs: Probs, draft_probs: Probs, num
 
 
 def greedy_set_acceptance(target_probs: Probs, draft_probs: Probs, num_drafts: int) -> float:
-    """Greedy-set drafting: what its one test accepts, which is also its bound."""
+    """What the one test of greedy-set drafting accepts, which is also its bound."""
     target, draft = _pair(target_probs, draft_probs)
     _check_num_drafts(num_drafts)
     top = _top_tokens(draft, num_drafts - 1)

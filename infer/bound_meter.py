@@ -32,7 +32,6 @@ from infer.request import Request, RequestLaw
 from infer.tree import ROOT, Coupled, DraftTree, GreedySet, OneHot, Sampled
 from infer.verify import Verdict
 
-LOOK_AHEAD_RULES = ("block", "traversal")
 MAX_NODES = 1000
 """Nodes of each temperature whose bound is computed; a bound takes milliseconds."""
 
@@ -126,7 +125,7 @@ class BoundMeter:
         if not request.rule.lossless:
             return
         visited = (ROOT, *verdict.path)
-        if isinstance(tree.kind, Sampled) and request.rule.name in LOOK_AHEAD_RULES:
+        if isinstance(tree.kind, Sampled) and request.rule.looks_ahead:
             visited = visited[:1]
         for depth, node in enumerate(visited):
             if _has_record(tree, node):

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,17 +38,17 @@ if TYPE_CHECKING:
 BIN_EDGES = (0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Shares are compared with frequencies in bins, finer near 0 where most candidates lie."""
 KEY = "calibration"
-"""Where a head's card keeps it, among the settings of the drafter."""
+"""The name under which a head's card keeps its calibration, among the settings of the drafter."""
 
 _LEAST_SHARE = 1e-7
 _PRIOR_PRECISION = 4.0
-"""Of every coefficient, around the map that changes nothing: few observations move it little."""
+"""How firmly every coefficient is held to the map that changes nothing: few observations move it little."""
 _LEAST_SLOPE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShareMap:
-    """See the module. A larger share never maps to a smaller one."""
+    """The map that the module's docstring gives. A larger share never maps to a smaller one."""
 
     intercept: float = 0.0
     slope: float = 1.0
@@ -70,8 +71,8 @@ class ShareMap:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Maps by the temperature that they were fitted at. A request takes the one of the nearest temperature; greedy
-    requests only that of 0, and only they."""
+    """Maps by the temperature that they were fitted at. Greedy requests use the map fitted at temperature 0; sampled
+    ones the nearest map above 0."""
 
     maps: Mapping[float, ShareMap]
 
@@ -99,13 +100,12 @@ class Calibration:
         if KEY not in settings:
             return None
         try:
-            maps = {float(entry["temperature"]): _map_of(entry) for entry in settings[KEY]["maps"]}
+            return cls(maps={float(entry["temperature"]): _map_of(entry) for entry in settings[KEY]["maps"]})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the calibration on the head's card is broken ({error}): run headstart calibrate again, or take "
                 f"{KEY!r} out of the card's drafter settings"
             ) from error
-        return cls(maps=maps)
 
 
 def _map_of(entry: Mapping[str, Any]) -> ShareMap:
@@ -176,7 +176,7 @@ class Reliability:
 
     @classmethod
     def of(cls, observations: Sequence[Observation], share_map: ShareMap | None = None) -> Reliability:
-        """Of the shares as they are, or as `share_map` would have made them."""
+        """The reliability of the shares as they are, or as `share_map` would have made them."""
         shares, ranks, depths, reached = _columns(observations)
         predicted = shares if share_map is None else share_map(shares, ranks, depths)
         inside = predicted.clamp(_LEAST_SHARE, 1 - _LEAST_SHARE)
@@ -211,8 +211,10 @@ class Watched:
 
 
 class ProposalLog:
-    """Stands between an engine and its drafter, and watches what becomes of every candidate proposed: also of those cut
-    from the tree before it was verified, for the token that came is known all the same."""
+    """Stands between an engine and its drafter, and watches what becomes of every candidate proposed.
+
+    Candidates cut before verification are judged too: the emitted token tells whether they were right.
+    """
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -267,7 +269,7 @@ def candidates_on_the_way(proposed: DraftTree, tokens: Sequence[int]) -> Iterato
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Mean tokens of a draft round: those that came, and those that the values of the verified trees promised."""
+    """The mean number of tokens of a draft round: as emitted, and as the values of the verified trees promised."""
 
     num_rounds: int
     accepted: float
@@ -288,7 +290,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One temperature, on prompts that the map was not fitted on: shares and trees as they were, and calibrated."""
+    """What calibration changed at one temperature, on prompts that the map was not fitted on."""
 
     temperature: float
     share_map: ShareMap
@@ -337,19 +339,9 @@ def calibrate(
             f"calibration needs a temperature, and a prompt to fit on and another to judge by; got {len(prompts)} "
             f"prompts and {len(temperatures)} temperatures"
         )
-
     assert OneHot in engine.rule.kinds, "shares are guesses of the next token only where nothing else is drawn"
     temperatures = [0.0 if temperature < GREEDY_BELOW else temperature for temperature in temperatures]
-
-    def watch(indices: Sequence[int], temperature: float) -> dict[int, Watched]:
-        params = [SamplingParams(temperature=temperature, seed=seed + i, max_tokens=max_tokens) for i in indices]
-        with _logged(engine) as log:
-            completions = engine.generate([prompts[i] for i in indices], params, progress=progress)
-        answers = {i: log.watched.get(seed + i, Watched()) for i in indices}
-        for answer, completion in zip(answers.values(), completions, strict=True):
-            answer.round_lengths = completion.accepted_lengths[1:]
-        return answers
-
+    watch = partial(_watch, engine, prompts, max_tokens=max_tokens, seed=seed, progress=progress)
     fitted, held_out = range(0, len(prompts), 2), range(1, len(prompts), 2)
     drafter.calibration = None
     before = {temperature: watch(range(len(prompts)), temperature) for temperature in temperatures}
@@ -361,6 +353,26 @@ def calibrate(
     )
     report = CalibrationReport(comparisons=comparisons, num_fitted=len(fitted), num_held_out=len(held_out))
     return drafter.calibration, report
+
+
+def _watch(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    indices: Sequence[int],
+    temperature: float,
+    *,
+    max_tokens: int,
+    seed: int,
+    progress: Callable[[int], None] | None,
+) -> dict[int, Watched]:
+    """Answer the prompts of these `indices`, and return what was seen of each."""
+    params = [SamplingParams(temperature=temperature, seed=seed + i, max_tokens=max_tokens) for i in indices]
+    with _logged(engine) as log:
+        completions = engine.generate([prompts[i] for i in indices], params, progress=progress)
+    answers = {i: log.watched.get(seed + i, Watched()) for i in indices}
+    for answer, completion in zip(answers.values(), completions, strict=True):
+        answer.round_lengths = completion.accepted_lengths[1:]
+    return answers
 
 
 def _compare(
@@ -387,12 +399,13 @@ def _pool(answers: Iterable[Watched]) -> list[Observation]:
 
 @contextmanager
 def _logged(engine: Engine) -> Iterator[ProposalLog]:
-    """Watch the engine's drafter meanwhile."""
-    drafter, observer = engine.drafter, engine.observer
+    """Watch the engine's drafter within the block."""
+    drafter = engine.drafter
     assert drafter is not None
     log = ProposalLog(drafter)
-    engine.drafter, engine.observer = log, log.verified
+    engine.drafter = log
     try:
-        yield log
+        with engine.watched(log.verified):
+            yield log
     finally:
-        engine.drafter, engine.observer = drafter, observer
+        engine.drafter = drafter

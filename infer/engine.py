@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +22,7 @@ from infer.chat import Message, encode_text, render_prompt, token_id_list
 from infer.cost import CostModel, cost_of
 from infer.drafters.base import Drafter, DraftLimit, TreeSettings
 from infer.exactness import ANY_KIND, choose_rule
-from infer.fixed import CHUNK, DEFAULT_ROW_WIDTH, MAX_TREE_DEPTH, ROW_GRAIN
+from infer.fixed import CHUNK, checked_row_width
 from infer.growth import fit
 from infer.noise import random_seed
 from infer.request import Completion, Request, RequestLaw
@@ -34,6 +36,16 @@ MAX_PREFILL_ROWS = 4096
 
 Prompt = str | Sequence[Message] | Sequence[int]
 Observer = Callable[[Request, DraftTree, RequestLaw, Verdict], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """What verification keeps of a round: accepted nodes, the tokens to emit, and, where the text runs into a row from
+    which no token can be drawn, why."""
+
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]
+    dead_end: str | None
 
 
 class Engine:
@@ -75,7 +87,7 @@ class Engine:
         self.max_length = max_length
         self.tree = tree or TreeSettings()
         self.rule = self._choose_rule(exactness, rule)
-        self.row_width = _row_width(row_width, exactness, self.tree)
+        self.row_width = checked_row_width(row_width, exactness, max_depth=self.tree.max_depth)
         self.observer = observer
         self._cost = cost
         self._waiting: deque[Request] = deque()
@@ -128,7 +140,10 @@ class Engine:
         return [request.completion() for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[list[int]]:
-        """Answer one prompt; yields the tokens of each round as they are accepted."""
+        """Answer one prompt; yields the tokens of each round as they are accepted.
+
+        Raises SamplingError, after what came before it, where no further token can be drawn.
+        """
         if params.n != 1:
             raise ValueError(f"a stream has one sample, but n is {params.n}: use generate, or stream each with n=1")
         (request,) = self.submit([prompt], params)
@@ -141,6 +156,8 @@ class Engine:
                 num_seen += len(block)
                 if block:
                     yield block
+            if request.error is not None:
+                raise SamplingError(request.error)
         except GeneratorExit:  # the reader went away between two steps, where nothing else is touched
             self.abort([request])
             raise
@@ -168,8 +185,9 @@ class Engine:
             for ids, rule, one in zip(token_ids, rules, each, strict=True)
             for request in self._create_samples(ids, rule, one)
         ]
-        self._make_room(requests)
-        self._waiting.extend(requests)
+        if requests:
+            self._make_room(requests)
+            self._waiting.extend(requests)
         return requests
 
     def step(self) -> int:
@@ -181,13 +199,22 @@ class Engine:
         return num_tokens
 
     def preempt(self, requests: Sequence[Request] | None = None) -> None:
-        """Take the slots of running `requests` (all if None) away; they wait in front, and resume with the same tokens
-        as ever."""
+        """Take the slots of running `requests` (all if None) away; they wait in front and resume: under the match rule
+        with the tokens they would have had, under the others with tokens of the same law."""
         for request in reversed(list(self._running) if requests is None else requests):
             if request in self._running:
                 self._release(request)
                 request.restart()
                 self._waiting.appendleft(request)
+
+    @contextmanager
+    def watched(self, observer: Observer) -> Iterator[None]:
+        """Let `observer` see every verified tree within the block."""
+        before, self.observer = self.observer, observer
+        try:
+            yield
+        finally:
+            self.observer = before
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
         """Drop `requests` (all if None), running or waiting, and free their slots; their finish reason is "abort".
@@ -196,12 +223,12 @@ class Engine:
         """
         for request in [*self._running, *self._waiting] if requests is None else requests:
             if request in self._running:
-                self._release(request)
+                self._finish(request)
             elif request in self._waiting:
                 self._waiting.remove(request)
             else:
                 continue
-            request.finish_reason = "abort"
+            request.end("abort")
 
     def _draft(self, requests: Sequence[Request]) -> list[DraftTree]:
         if self.drafter is None:
@@ -229,9 +256,7 @@ class Engine:
         ]
         self.verify_seconds += time.perf_counter() - start
         return sum(
-            self._commit(request, tree, verdict, rows)
-            for request, tree, verdict, rows in zip(requests, trees, verdicts, states, strict=True)
-            if verdict is not None
+            self._commit(request, kept, rows) for request, kept, rows in zip(requests, verdicts, states, strict=True)
         )
 
     def _forward(
@@ -264,37 +289,32 @@ class Engine:
             return list(logits), [None] * len(requests)
         return list(logits), list(output.taps.split([len(group.tokens) for group in groups]))
 
-    def _verify(self, request: Request, tree: DraftTree, logits: torch.Tensor) -> Verdict | None:
-        """What the request's rule keeps of its tree; None, and the request ends, if nothing can be drawn for it."""
-        chance = KeyedChance(request.seed, request.sample, request.attempt, len(request.accepted_lengths))
+    def _verify(self, request: Request, tree: DraftTree, logits: torch.Tensor) -> _Kept:
+        """What the request's rule keeps of its tree."""
         rule = request.rule
         if isinstance(tree.kind, OneHot) and not rule.accepts(tree):
             rule = RULES["match"]  # greedy drafts and lookups are one-hot, which the match walk verifies exactly
         law = RequestLaw(request, tree, logits)
-        try:
-            verdict = verify(rule, tree, law, chance)
-        except SamplingError as error:
-            if len(tree):  # plain decoding emits what comes before that row, and so does this
-                return self._verify(request, DraftTree.empty(), logits[:1])
-            request.fail(str(error))
-            self._finish(request)
-            return None
+        verdict = verify(rule, tree, law, KeyedChance(*request.identity, len(request.accepted_lengths)))
+        tokens, dead_end = law.living_tokens(verdict)
         if request.params.logprobs is not None:
-            request.record_logprobs(law, verdict)
-        if self.observer is not None:
+            request.record_logprobs(law, verdict.path, tokens)
+        if self.observer is not None and dead_end is None:
             self.observer(request, tree, law, verdict)
-        return verdict
+        return _Kept(path=verdict.path, tokens=tokens, dead_end=dead_end)
 
-    def _commit(self, request: Request, tree: DraftTree, verdict: Verdict, states: torch.Tensor | None) -> int:
-        """Emit the verdict's tokens; keep cache rows and states of the accepted path only."""
+    def _commit(self, request: Request, kept: _Kept, states: torch.Tensor | None) -> int:
+        """Emit the kept tokens; keep cache rows and states of the accepted path only."""
         assert self._cache is not None
         num_chain = len(request.uncached)
         first_column = request.num_cached + num_chain  # of the tree: the one after the root's own
-        num_kept = request.emit(verdict.tokens(tree))
+        num_kept = request.emit(kept.tokens) if kept.tokens else 0
+        if request.finish_reason is None and kept.dead_end is not None:
+            request.end("error", error=kept.dead_end)
         if request.finish_reason is not None:
             self._finish(request)
             return num_kept
-        path = list(verdict.path)
+        path = list(kept.path)
         self._cache.commit(request.slot, first_column, [first_column + node for node in path])
         request.num_cached = first_column + len(path)
         if self.drafter is not None:
@@ -381,7 +401,7 @@ class Engine:
                 f"prompt {index} asks for exactness 'bitwise', which fixes the shape of every forward: "
                 "build the engine with exactness='bitwise'"
             )
-        if params.exactness is None and params.rule is None:
+        if params.rule is None and params.exactness in (None, self.exactness, self.rule.exactness):
             return self.rule
         return self._choose_rule(params.exactness, params.rule)
 
@@ -430,22 +450,6 @@ class Engine:
                 f"prompt {index} has {len(prompt)} tokens and asks for {params.max_tokens} more, "
                 f"but at most {limit} fit: shorten it or lower max_tokens"
             )
-
-
-def _row_width(row_width: int | None, exactness: str | None, tree: TreeSettings) -> int | None:
-    """Rows of every forward in bitwise mode; None elsewhere."""
-    if exactness != "bitwise":
-        if row_width is not None:
-            raise ValueError(f"row_width is {row_width}, but only exactness 'bitwise' fixes it: leave it out")
-        return None
-    if tree.max_depth > MAX_TREE_DEPTH:
-        raise ValueError(
-            f"exactness 'bitwise' takes trees at most {MAX_TREE_DEPTH} deep, got max_depth {tree.max_depth}"
-        )
-    row_width = DEFAULT_ROW_WIDTH if row_width is None else row_width
-    if row_width < 1 or row_width % ROW_GRAIN:
-        raise ValueError(f"row_width must be a multiple of {ROW_GRAIN}, got {row_width}")
-    return row_width
 
 
 def _as_list(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:

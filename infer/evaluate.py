@@ -176,7 +176,7 @@ def evaluate(
         raise ValueError("evaluation needs at least one prompt and one temperature")
     traces: list[Trace] = []
     meter = BoundMeter(lambda request: prompts[request.seed - seed].domain)
-    with _watched(engine, meter) if bound else nullcontext():
+    with _metered(engine, meter) if bound else nullcontext():
         for temperature in temperatures:
             params = [
                 SamplingParams(temperature=temperature, seed=seed + index, max_tokens=max_tokens)
@@ -191,18 +191,18 @@ def evaluate(
 
 
 @contextmanager
-def _watched(engine: Engine, meter: BoundMeter) -> Iterator[None]:
-    """Show `meter` every verified tree meanwhile; a drafter that cannot say what it drew from leaves nothing to see."""
+def _metered(engine: Engine, meter: BoundMeter) -> Iterator[None]:
+    """Show `meter` every verified tree within the block, unless the drafter cannot say what it drew from."""
     drafter = engine.drafter
     if not isinstance(drafter, RecordingDrafter):
         yield
         return
-    observer, records = engine.observer, drafter.records
-    engine.observer, drafter.records = meter, True
+    records, drafter.records = drafter.records, True
     try:
-        yield
+        with engine.watched(meter):
+            yield
     finally:
-        engine.observer, drafter.records = observer, records
+        drafter.records = records
 
 
 def render_prompts(tokenizer: Any, prompts: Iterable[EvaluationPrompt], *, raw: bool = False) -> list[EvalPrompt]:

@@ -40,8 +40,8 @@ def choose_rule(
 ) -> Rule:
     """The rule that serves what was asked for, with a drafter whose proposals are of `kinds`.
 
-    A rule named alone is taken at its own word; together with an exactness it must keep it. `chain`: whether drafts
-    have one token a depth. Raises ValueError where rule, exactness and proposals do not go together.
+    `rule` alone decides the exactness; with both, a rule that promises less is refused. `chain`: whether drafts have
+    one token a depth. Raises ValueError where rule, exactness and proposals do not go together.
     """
     if exactness is not None:
         find_exactness(exactness)

@@ -47,6 +47,20 @@ _VECTOR = 64
 """Elements that vectorised loops take whole; a remainder may be computed by another function."""
 
 
+def checked_row_width(row_width: int | None, exactness: str | None, *, max_depth: int) -> int | None:
+    """The rows of every forward of an engine, None unless its exactness is bitwise; ValueError for what cannot be."""
+    if exactness != "bitwise":
+        if row_width is not None:
+            raise ValueError(f"row_width is {row_width}, but only exactness 'bitwise' fixes it: leave it out")
+        return None
+    if max_depth > MAX_TREE_DEPTH:
+        raise ValueError(f"exactness 'bitwise' takes trees at most {MAX_TREE_DEPTH} deep, got max_depth {max_depth}")
+    row_width = DEFAULT_ROW_WIDTH if row_width is None else row_width
+    if not isinstance(row_width, int) or row_width < 1 or row_width % ROW_GRAIN:
+        raise ValueError(f"row_width must be a multiple of {ROW_GRAIN}, got {row_width!r}")
+    return row_width
+
+
 def split(position: int) -> int:
     """Where the tail of a row at `position` begins: a function of the position alone."""
     return max(0, (position + 1 - MAX_TREE_DEPTH) // _GRAIN * _GRAIN)
@@ -96,8 +110,9 @@ class FixedRows:
         self.num_chunks = -(-int(self._splits.max()) // CHUNK)
         assert self.num_chunks * CHUNK <= cache.num_columns, "slots of fixed forwards hold whole chunks"
         self._lay_problems(slots)
+        self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._tail_masks: dict[int | None, torch.Tensor] = {}
-        self._chunk_masks: dict[tuple[int, int | None, torch.dtype], Mask] = {}
+        self._chunk_masks: dict[tuple[int, int | None, torch.dtype, int], Mask] = {}
 
     def _lay_problems(self, slots: np.ndarray) -> None:
         """Put the rows of each slot into prefix problems of R rows; `problem_rows` [N * R] and `row_places` [W]."""
@@ -114,6 +129,19 @@ class FixedRows:
         self._problem_rows = rows
         self.problem_rows = None if rows == list(range(len(slots))) else self._tensor(rows)
         self.row_places = None if self.problem_rows is None else self._tensor(places)
+
+    def gather_tails(self, what: str, storage: torch.Tensor) -> torch.Tensor:
+        """The rows of every tail of `storage` [K, B*S, D] in float32: [K * W, T, D].
+
+        The memory is a buffer that the next layer's `what` overwrites: made anew each time, it cost more than the copy.
+        """
+        shape = (storage.shape[0], len(self.tail_columns), storage.shape[-1])
+        if what not in self._buffers:
+            as_stored = torch.empty(shape, dtype=storage.dtype, device=self.device)
+            self._buffers[what] = as_stored, torch.empty(shape, dtype=torch.float32, device=self.device)
+        as_stored, whole = self._buffers[what]
+        torch.index_select(storage, 1, self.tail_columns, out=as_stored)
+        return whole.copy_(as_stored).view(-1, _TAIL, shape[-1])
 
     def problems(self, rows: torch.Tensor) -> torch.Tensor:
         """[K, W, G, D] -> [N, K, R * G, D]; places without a row repeat one."""
@@ -139,7 +167,7 @@ class FixedRows:
 
     def chunk_mask(self, chunk: int, window: int | None, dtype: torch.dtype, num_groups: int) -> Mask:
         """What the rows of prefix problems see of a chunk."""
-        key = (chunk, window, dtype)
+        key = (chunk, window, dtype, num_groups)
         if key not in self._chunk_masks:
             columns = chunk * CHUNK + np.arange(CHUNK)
             visible = (columns < self._splits[:, None]) & self._in_window(columns, window)
@@ -202,10 +230,8 @@ def _attend_tail(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Over each row's own T columns, in float32: output [K, W, G, Dv] and log-sum-exp [K, W, G]."""
     num_kv_heads, width, num_groups, size = query.shape
-    keys = rows.cache.keys[layer].index_select(1, rows.tail_columns).float()
-    values = rows.cache.values[layer].index_select(1, rows.tail_columns).float()
-    keys = keys.view(num_kv_heads * width, _TAIL, size).transpose(1, 2)
-    values = values.view(num_kv_heads * width, _TAIL, -1)
+    keys = rows.gather_tails("keys", rows.cache.keys[layer]).transpose(1, 2)
+    values = rows.gather_tails("values", rows.cache.values[layer])
     queries = query.float().view(-1, num_groups, size)
     bias = bias.expand(num_kv_heads, -1, num_groups, -1).reshape(-1, num_groups, _TAIL)  # [K * W, G, T]
     if softcap is None:

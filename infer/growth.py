@@ -52,8 +52,8 @@ def is_prunable(tree: DraftTree) -> bool:
 def merge(trees: Sequence[DraftTree]) -> DraftTree:
     """The union of trees over one request; a node that several propose keeps its largest value.
 
-    A node's record of what its children were drawn from is kept only if no other tree has children there: whether they
-    are among the drawn ones depends on the noise, and so would the choice of nodes that the bound is averaged over.
+    A coupled tree says what the children of each node were drawn from. If two trees propose children of one node the
+    record is dropped: it would describe only some of the candidates.
     """
     builder = TreeBuilder()
     records: list[Coupled] = []

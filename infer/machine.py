@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+NOISY_LOAD = 1.0
+"""Above this load average, somebody else's work is in the figures."""
+
 
 def machine_facts() -> dict[str, Any]:
     """What a reader needs to know to compare the times with those of another machine."""
@@ -27,6 +30,11 @@ def machine_facts() -> dict[str, Any]:
         "amx_bf16": "amx_bf16" in flags,
         "load": load_average(),
     }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as files and reports spell it: `bfloat16`, not `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def load_average() -> float | None:

@@ -25,13 +25,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from infer.bench import dtype_name
+from infer.chat import token_id_list
 from infer.cost import CONTEXT, WIDTHS, CostModel, measure_target, median_milliseconds, save_cost
 from infer.drafters.base import Drafter, TreeSettings
 from infer.drafters.head import HeadDrafter
-from infer.drafters.hybrid import HybridDrafter
 from infer.fixed import CHUNK
-from infer.machine import machine_facts
+from infer.machine import dtype_name, machine_facts
 from infer.request import Request, RequestLaw
 from infer.rows import RowGroup
 from infer.sampling import SamplingParams
@@ -43,6 +42,9 @@ _MIN_STREAM_BYTES = 256 << 20
 _MAX_STREAM_BYTES = 1 << 30
 _STREAM_COLUMNS = 4096
 _MEGABYTE, _GIGABYTE = 1e6, 1e9
+_TEXT = """The tide had gone out further than anyone remembered, and the boats lay on their sides in the mud. Old men
+came down to look at it, said little, and went home again. By noon the first children had walked out to the island,
+carrying their shoes, and found that the lighthouse door was open and the lamp inside still warm."""
 _FIXED_WIDTHS = (16, 32)
 VERIFIED_NODES, VERIFIED_PATH = 32, 2
 _PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.3}
@@ -115,7 +117,7 @@ def profile(
     repeats: int = 7,
     stream_bytes: int | None = None,
 ) -> ProfileReport:
-    """Time the target's forward and its floors, and a draft step if `drafter` has a head.
+    """Time the target's forward and its floors, and a draft step if `drafter` is a head.
 
     A table over the standard widths becomes this machine's cost table, from which engines take their tree
     budget.
@@ -165,11 +167,9 @@ def measure_fixed(target: TargetModel, *, context: int = CONTEXT, repeats: int =
 def measure_verification(target: TargetModel, *, repeats: int = 7) -> dict[str, float]:
     """Milliseconds to verify a tree of `VERIFIED_NODES` nodes of which the walk accepts `VERIFIED_PATH`, by sampling
     parameters: processing, noise (which a drafter may have made already) and draws at every node visited."""
-    rows = VERIFIED_NODES + 1
-    generator = torch.Generator().manual_seed(0)
-    logits = 3.0 * torch.randn((rows, target.vocab_size), generator=generator)
-    logits = logits.to(dtype=target.dtype, device=target.device)
-    prompt = list(range(min(64, target.vocab_size)))
+    prompt = _some_text(target)
+    cache = target.new_cache(num_slots=1, num_columns=len(prompt))
+    logits = target.forward([RowGroup(slot=0, prefix=0, tokens=prompt)], cache).logits[-1 - VERIFIED_NODES :]
     times = {}
     for name, values in VERIFIED_PARAMS.items():
         params = SamplingParams(seed=0, ignore_eos=True, **values)
@@ -179,6 +179,13 @@ def measure_verification(target: TargetModel, *, repeats: int = 7) -> dict[str, 
         law = RequestLaw(request, tree, logits)
         times[name] = median_milliseconds(partial(_verify_afresh, request, tree, law), repeats=repeats)
     return times
+
+
+def _some_text(target: TargetModel) -> list[int]:
+    """64 tokens: of English where there is a tokenizer, so that the target's rows are as flat as those of real text."""
+    tokens = [] if target.tokenizer is None else token_id_list(target.tokenizer(_TEXT))
+    tokens = [token for token in tokens if token < target.vocab_size]
+    return (tokens + list(range(min(64, target.vocab_size))))[:64]
 
 
 def _verify_afresh(request: Request, tree: DraftTree, law: RequestLaw) -> None:
@@ -298,23 +305,16 @@ def _joined(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _draft_cost(drafter: Drafter | None, cost: CostModel, bandwidth: float) -> DraftCost | None:
-    head_drafter = _head_drafter(drafter)
-    if head_drafter is None:
+    if not isinstance(drafter, HeadDrafter):
         return None
-    head = head_drafter.head
+    head = drafter.head
     tree = TreeSettings(adaptive=False)
-    head_drafter.open(num_slots=1, num_columns=192, tree=tree, cost=cost)
+    drafter.open(num_slots=1, num_columns=192, tree=tree, cost=cost)
     # The fusion of the target's states runs once a round, and the embedding is looked up.
     num_bytes = sum(weight.nbytes for name, weight in head.named_parameters() if not name.startswith("fc."))
     return DraftCost(
-        name=head_drafter.name,
-        step_milliseconds=head_drafter.measure_step(),
+        name=drafter.name,
+        step_milliseconds=drafter.measure_step(),
         weight_megabytes=num_bytes / _MEGABYTE,
         floor_milliseconds=1e3 * num_bytes / bandwidth,
     )
-
-
-def _head_drafter(drafter: Drafter | None) -> HeadDrafter | None:
-    """The drafter with a head, if there is one: the drafter itself or a part of a hybrid."""
-    parts = drafter.drafters if isinstance(drafter, HybridDrafter) else (drafter,)
-    return next((part for part in parts if isinstance(part, HeadDrafter)), None)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from infer.noise import gumbel, position_key
-from infer.sampling import Processor, SamplingParams, pick, probs
+from infer.sampling import Processor, SamplingError, SamplingParams, pick, probs
 from infer.stopping import StopChecker
 from infer.tree import ROOT, DraftTree
 from infer.verify import Rule, Verdict
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one emitted token, under the target's own logits: before the request's filters, penalties and temperature.
+    """The log-probability of one emitted token under the target's own logits: before the request's filters, penalties
+    and temperature.
 
     `top` holds (token id, log-probability) of the likeliest tokens, best first, as many as were asked for.
     """
@@ -39,8 +40,9 @@ class Completion:
     """The answer to one prompt.
 
     `accepted_lengths[i]` counts the tokens that round `i` emitted, the target's own included, after truncation; round
-    0 is the prefill, which emits one. `tokens_per_second` is this request's tokens over the time it was in the engine.
-    `sample` tells the `n` answers to one prompt apart. `error` is set where `finish_reason` is "error".
+    0 is the prefill, which emits one (as does the prefill of a request that resumes). `tokens_per_second` is this
+    request's tokens over the time it was in the engine. `sample` tells the `n` answers to one prompt apart. `error` is
+    set where `finish_reason` is "error".
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -67,8 +69,8 @@ class Completion:
 class PositionNoise:
     """Gumbel noise [V] of a request's positions, made once a position and forgotten when the text has passed it."""
 
-    def __init__(self, *, seed: int, sample: int, attempt: int, vocab_size: int, device: torch.device) -> None:
-        self._identity = (seed, sample, attempt)
+    def __init__(self, identity: tuple[int, int, int], *, vocab_size: int, device: torch.device) -> None:
+        self.identity = identity
         self._vocab_size = vocab_size
         self._device = device
         self._rows: dict[int, torch.Tensor] = {}
@@ -76,7 +78,7 @@ class PositionNoise:
     def at(self, position: int) -> torch.Tensor:
         row = self._rows.get(position)
         if row is None:
-            row = gumbel(position_key(*self._identity, position), self._vocab_size, self._device)
+            row = gumbel(position_key(*self.identity, position), self._vocab_size, self._device)
             self._rows[position] = row
         return row
 
@@ -98,7 +100,6 @@ class Request:
     rule: Rule
     exactness: str
     sample: int = 0
-    attempt: int = 0
     slot: int = -1
     num_cached: int = 0
     output_ids: list[int] = field(default_factory=list)
@@ -131,7 +132,7 @@ class Request:
             sample=sample,
             rule=rule,
             exactness=exactness,
-            noise=PositionNoise(seed=seed, sample=sample, attempt=0, vocab_size=vocab_size, device=device),
+            noise=PositionNoise((seed, sample, 0), vocab_size=vocab_size, device=device),
             processor=Processor(
                 params,
                 prompt_ids=prompt_ids,
@@ -144,12 +145,14 @@ class Request:
         )
 
     @property
+    def identity(self) -> tuple[int, int, int]:
+        """(seed, sample, attempt): what all of a request's random numbers are keyed by, beside their place. A text cut
+        and regenerated in another context would be another attempt; so far there is only the first."""
+        return self.noise.identity
+
+    @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
-
-    def token(self, position: int) -> int:
-        num_prompt = len(self.prompt_ids)
-        return self.prompt_ids[position] if position < num_prompt else self.output_ids[position - num_prompt]
 
     def tokens_from(self, position: int) -> list[int]:
         num_prompt = len(self.prompt_ids)
@@ -176,22 +179,23 @@ class Request:
         self.noise.forget_before(self.num_tokens)
         return result.num_kept
 
-    def record_logprobs(self, law: RequestLaw, verdict: Verdict) -> None:
-        """Keep the log-probabilities of a verdict's tokens (`emit` drops those beyond the end of the answer)."""
+    def record_logprobs(self, law: RequestLaw, path: Sequence[int], tokens: Sequence[int]) -> None:
+        """Keep the log-probabilities of `tokens`, which follow the root and the nodes of `path` (`emit` drops those
+        beyond the end of the answer)."""
         assert self.params.logprobs is not None
-        for node, token in zip((ROOT, *verdict.path), verdict.tokens(law.tree), strict=True):
+        for node, token in zip((ROOT, *path), tokens, strict=False):
             row = torch.log_softmax(law.logits[node + 1].float(), dim=-1)
-            values, ids = row.topk(self.params.logprobs)
+            values, ids = row.topk(min(self.params.logprobs, len(row)))
             top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
             self.logprobs.append(TokenLogprobs(token, float(row[token]), top))
 
-    def fail(self, reason: str) -> None:
-        """End this request, and no other, with an error; what it has emitted stays."""
+    def end(self, finish_reason: str, *, error: str | None = None) -> None:
+        """End this request, and no other, from outside its text ("abort", "error"); what it has emitted stays."""
         self.stopper.close()
-        self.finish_reason, self.error = "error", reason
+        self.finish_reason, self.error = finish_reason, error
 
     def restart(self) -> None:
-        """Forget everything that lived in a slot; the text so far is prefilled again, and goes on as it would have."""
+        """Forget everything that lived in a slot; the text so far is prefilled again."""
         self.slot, self.num_cached = -1, 0
         self.draft_state.clear()
 
@@ -220,12 +224,17 @@ class RequestLaw:
 
     A node's logits are processed when the walk asks for them, along the node's own path. `logits` [N + 1, V]: the
     root's row first.
+
+    A row from which no token can be drawn ends its request, but only if the text gets there. Until that is known
+    token 0 stands in for what would follow, and `living_tokens` leaves it out again: the tokens before such a row
+    keep their law, whatever stands behind them.
     """
 
     def __init__(self, request: Request, tree: DraftTree, logits: torch.Tensor) -> None:
         self.request = request
         self.tree = tree
         self.logits = logits
+        self._dead: dict[int, str] = {}
 
     def scores(self, node: int) -> torch.Tensor:
         """Processed logits over temperature [V] float32, -inf for tokens that cannot follow."""
@@ -233,17 +242,32 @@ class RequestLaw:
         return self.request.processor.scores(self.logits[node + 1], [*self.request.output_ids, *path])
 
     def draw(self, node: int) -> int:
-        scores = self.scores(node)
-        if not self.request.params.greedy:
-            depth = 0 if node == ROOT else self.tree.depths[node]
-            scores = scores + self.request.noise.at(self.request.num_tokens + depth)
-        return pick(scores)
+        try:
+            scores = self.scores(node)
+            if not self.request.params.greedy:
+                depth = 0 if node == ROOT else self.tree.depths[node]
+                scores = scores + self.request.noise.at(self.request.num_tokens + depth)
+            return pick(scores)
+        except SamplingError as error:
+            self._dead[node] = str(error)
+            return 0
 
     def probs(self, node: int) -> torch.Tensor:
-        scores = self.scores(node)
-        winner = pick(scores)  # a row that cannot be drawn from is told apart from one that rounding emptied
-        if not self.request.params.greedy:
-            return probs(scores)
-        one_hot = torch.zeros_like(scores)
+        winner = 0
+        try:
+            scores = self.scores(node)
+            winner = pick(scores)
+            if not self.request.params.greedy:
+                return probs(scores)
+        except SamplingError as error:
+            self._dead[node] = str(error)
+        one_hot = torch.zeros(self.logits.shape[-1], device=self.logits.device)
         one_hot[winner] = 1.0
         return one_hot
+
+    def living_tokens(self, verdict: Verdict) -> tuple[tuple[int, ...], str | None]:
+        """A verdict's tokens up to the first row from which none can be drawn, and why that is (None: no such row)."""
+        nodes = (ROOT, *verdict.path)
+        tokens = verdict.tokens(self.tree)
+        cut = next((index for index, node in enumerate(nodes) if node in self._dead), None)
+        return (tokens, None) if cut is None else (tokens[:cut], self._dead[nodes[cut]])

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from infer.exactness import find_exactness
-from infer.noise import gumbel
 
 if TYPE_CHECKING:
     from infer.grammar import Constraint
@@ -42,6 +41,8 @@ MAX_LOGPROBS = 20
 _HEAD_SIZES = (256, 2048)
 _ROUNDING = 1e-5
 _NUM_SEEDS = 1 << 63
+_LARGEST = 1e30
+"""Numbers beyond it overflow float32 once they are multiplied by a score."""
 
 
 class SamplingError(ValueError):
@@ -149,6 +150,8 @@ class SamplingParams:
             raise ValueError(f"{name} must be a finite number in {interval}, got {value!r}")
         if not minimum <= value <= maximum or (open_minimum and value == minimum):
             raise ValueError(f"{name} must be in {interval}, got {value!r}")
+        if value > _LARGEST or (open_minimum and value < 1 / _LARGEST):
+            raise ValueError(f"{name} must be from {1 / _LARGEST:g} to {_LARGEST:g} to count in float32, got {value!r}")
         object.__setattr__(self, name, float(value))
 
     def _count(self, name: str, *, minimum: int, note: str = "") -> None:
@@ -198,7 +201,6 @@ class Processor:
     before it.
 
     Holds only what is fixed for the request, so one instance serves all nodes of a tree, in any order.
-    Rows from `num_valid_tokens` on (padding of the LM head beyond the tokenizer) are never emitted.
     """
 
     def __init__(
@@ -208,16 +210,12 @@ class Processor:
         prompt_ids: Sequence[int],
         eos_ids: Iterable[int],
         vocab_size: int,
-        num_valid_tokens: int | None = None,
         device: torch.device | str = "cpu",
         constraint: Constraint | None = None,
     ) -> None:
-        num_valid_tokens = vocab_size if num_valid_tokens is None else num_valid_tokens
-        assert 0 < num_valid_tokens <= vocab_size, f"{num_valid_tokens} valid tokens of {vocab_size}"
-        _check_ids_in_vocabulary(params, num_valid_tokens)
+        _check_ids_in_vocabulary(params, vocab_size)
         self.params = params
         self.vocab_size = vocab_size
-        self.num_valid_tokens = num_valid_tokens
         self.device = torch.device(device)
         self.constraint = constraint
         self._prompt_ids = list(prompt_ids)
@@ -258,7 +256,6 @@ class Processor:
             or self._bias is not None
             or self.constraint is not None
             or num_output_ids < self.params.min_tokens
-            or self.num_valid_tokens < self.vocab_size
         )
 
     def _edit(self, row: Tensor, output_ids: Sequence[int]) -> None:
@@ -271,7 +268,6 @@ class Processor:
         banned = self._banned(output_ids)
         if banned:
             row[torch.tensor(sorted(banned), device=row.device)] = -math.inf
-        row[self.num_valid_tokens :] = -math.inf
         if self.constraint is not None:
             row.masked_fill_(~self.constraint.allowed(output_ids, row.device), -math.inf)
             if bool(torch.isneginf(row).all()):
@@ -329,41 +325,9 @@ class Processor:
         return ids, torch.tensor(list(logit_bias.values()), dtype=torch.float32, device=self.device)
 
 
-def process_logits(
-    logits: Tensor,
-    params: SamplingParams,
-    *,
-    prompt_ids: Sequence[int],
-    output_ids: Sequence[int],
-    eos_ids: Iterable[int] = (),
-    num_valid_tokens: int | None = None,
-) -> Tensor:
-    """`Processor.scores` for a single row [V]; build a `Processor` once per request where there are many
-    rows.
-    """
-    processor = Processor(
-        params,
-        prompt_ids=prompt_ids,
-        eos_ids=eos_ids,
-        vocab_size=logits.shape[-1],
-        num_valid_tokens=num_valid_tokens,
-        device=logits.device,
-    )
-    return processor.scores(logits, output_ids)
-
-
 def probs(scores: Tensor) -> Tensor:
-    """The distribution [.., V] float32 that `draw` samples from (temperature > 0)."""
+    """The distribution [.., V] float32 that the argmax of `scores` and Gumbel noise follows (temperature > 0)."""
     return torch.softmax(scores, dim=-1, dtype=torch.float32)
-
-
-def draw(scores: Tensor, key: int | None) -> int:
-    """Draw a token from `scores` [V]: the argmax of scores plus the noise of `key`, or the plain argmax for
-    None.
-
-    Ties go to the lowest index. Pass None for greedy requests and `noise.position_key(...)` for the others.
-    """
-    return pick(scores if key is None else scores + gumbel(key, scores.shape[-1], scores.device))
 
 
 def pick(total: Tensor) -> int:
@@ -377,20 +341,6 @@ def pick(total: Tensor) -> int:
             "(NaN or inf: the model overflowed; -inf: the request's filters leave no token)"
         )
     return token
-
-
-def candidate_scores(logits: Tensor, token_ids: Tensor, params: SamplingParams, key: int | None) -> Tensor:
-    """Scores for coupled proposals: `logits` [.., K] / temperature plus the target's noise at `token_ids` [K]
-    int64.
-
-    Ranking these proposes the tokens that the target's own draw under `key` is most likely to pick. Greedy
-    requests get the raw logits, and `key` is not read.
-    """
-    row = logits.to(torch.float32)
-    if params.greedy:
-        return row
-    assert key is not None, "a request with temperature needs the key of the position it drafts"
-    return row / params.temperature + gumbel(key, token_ids)
 
 
 def top_p_filter(row: Tensor, top_p: float) -> Tensor:
@@ -448,18 +398,16 @@ def _ngram_ends(context: list[int], size: int) -> set[int]:
         start += 1
 
 
-def _check_ids_in_vocabulary(params: SamplingParams, num_valid_tokens: int) -> None:
+def _check_ids_in_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     named_ids = {
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": tuple(params.logit_bias or ()),
         "bad_words": tuple(token for word in params.bad_words for token in word),
     }
     for name, token_ids in named_ids.items():
-        outside = [token for token in token_ids if token >= num_valid_tokens]
+        outside = [token for token in token_ids if token >= vocab_size]
         if outside:
-            raise ValueError(
-                f"{name} holds ids outside the vocabulary: {outside[:5]}, expected 0..{num_valid_tokens - 1}"
-            )
+            raise ValueError(f"{name} holds ids outside the vocabulary: {outside[:5]}, expected 0..{vocab_size - 1}")
 
 
 def _is_int(value: object) -> bool:
@@ -510,7 +458,9 @@ def _checked_bias(logit_bias: object) -> dict[int, float]:
         token_id = int(token) if isinstance(token, str) and token.isdecimal() else token
         if not _is_int(token_id) or token_id < 0:
             raise ValueError(f"logit_bias must map token ids (integers of at least 0) to numbers, got key {token!r}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value < math.inf:
-            raise ValueError(f"logit_bias must map token ids to numbers below infinity, got {value!r} for {token!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value <= _LARGEST:
+            raise ValueError(
+                f"logit_bias must map token ids to numbers up to {_LARGEST:g}, got {value!r} for {token!r}"
+            )
         checked[token_id] = float(value)
     return checked

@@ -43,9 +43,9 @@ class TextStream:
     stay readable.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._skipped_ids = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._skipped_ids = _special_ids(tokenizer)
         self._window: list[int] = []
         self._context_size = 0  # leading tokens of the window whose text is out already
         self._num_emitted = 0  # characters of the window's text that are out already
@@ -136,7 +136,6 @@ class StopChecker:
         *,
         eos_ids: Iterable[int],
         tokenizer: Tokenizer | None,
-        skip_special_tokens: bool = True,
     ) -> None:
         if params.stop and tokenizer is None:
             raise ValueError(f"stop strings {list(params.stop)} need a tokenizer, got none")
@@ -146,7 +145,7 @@ class StopChecker:
         self._params = params
         self._eos_ids = frozenset() if params.ignore_eos else frozenset(eos_ids)
         self._stop_ids = frozenset(params.stop_token_ids)
-        self._stream = None if tokenizer is None else TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._stream = None if tokenizer is None else TextStream(tokenizer)
         self._text = _GrowingText()
         self._num_streamed = 0
         self._closed = False

@@ -48,7 +48,7 @@ class TargetOutput:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Features:
-    """Of one sequence: tapped states [T, taps * H] and the final-normed state [T, H] that feeds the LM head."""
+    """The states of one sequence: tapped [T, taps * H], and final-normed [T, H], which feed the LM head."""
 
     taps: torch.Tensor
     last: torch.Tensor
@@ -243,6 +243,8 @@ class TargetModel:
             wanted = range(first_row, end_row) if logit_rows is None else logit_rows
             outputs.append(self._forward_fixed(rows, [r - first_row for r in wanted if first_row <= r < end_row], taps))
             first_row = end_row
+        if len(outputs) == 1:
+            return outputs[0]
         return TargetOutput(
             logits=torch.cat([output.logits for output in outputs]),
             taps=torch.cat([output.taps for output in outputs if output.taps is not None]) if taps else None,
@@ -252,6 +254,9 @@ class TargetModel:
         """One forward of fixed shape, LM head included, where any of its logits are wanted."""
         output = self._forward_rows(rows, None if logit_rows else [0], taps)
         states = None if output.taps is None else output.taps[: rows.num_real]
+        first = logit_rows[0] if logit_rows else 0  # the rows wanted are the last ones of a request, or all
+        if list(logit_rows) == list(range(first, first + len(logit_rows))):
+            return TargetOutput(logits=output.logits[first : first + len(logit_rows)], taps=states)
         return TargetOutput(logits=output.logits[list(logit_rows)], taps=states)
 
     def _forward_rows(

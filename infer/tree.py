@@ -24,9 +24,9 @@ class OneHot:
 class Coupled:
     """Proposals that are functions of the position-keyed noise that the target's own draw will use.
 
-    No rule reads more than that. A record, kept where a drafter is told to, lets acceptance be compared with its bound:
-    the list proposed at node `u`, before any pruning, was the `num_drawn` best tokens of log `draft_probs[u]` [V] plus
-    noise, so `num_drawn` draws without replacement from it.
+    The list proposed at node `u`, before any pruning, was the `num_drawn` best tokens of log `draft_probs[u]` [V] plus
+    noise, so `num_drawn` draws without replacement from it. Rules do not read these fields; they are filled (when
+    `records` is set) to compare acceptance with its bound.
     """
 
     draft_probs: Mapping[int, torch.Tensor] = field(default_factory=dict)

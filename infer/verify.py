@@ -344,7 +344,8 @@ class Rule:
     """A rule with what it takes and what it promises.
 
     `exactness`: "seed" emits what plain decoding with the same seed emits, token for token; "distribution"
-    keeps the target's law; "lossy" keeps neither, and every result made with it must say so.
+    keeps the target's law; "lossy" keeps neither, and every result made with it must say so. `looks_ahead`: it may give
+    up acceptance at one node for the sake of those below, so that only whole paths have a bound.
     """
 
     name: str
@@ -353,6 +354,7 @@ class Rule:
     needs_chain: bool
     exactness: Literal["seed", "distribution", "lossy"]
     paper: str
+    looks_ahead: bool = False
 
     @property
     def lossless(self) -> bool:
@@ -404,6 +406,7 @@ RULES: dict[str, Rule] = {
             needs_chain=True,
             exactness="distribution",
             paper="Sun et al. 2024, Block verification",
+            looks_ahead=True,
         ),
         Rule(
             name="recursive",
@@ -420,6 +423,7 @@ RULES: dict[str, Rule] = {
             needs_chain=False,
             exactness="distribution",
             paper="Weng et al. 2025, Traversal verification",
+            looks_ahead=True,
         ),
         Rule(
             name="greedy_set",
@@ -436,8 +440,8 @@ RULES: dict[str, Rule] = {
 
 def find_rule(name: str) -> Rule:
     """The rule of that name."""
-    if name not in RULES:
-        close = get_close_matches(name, RULES, n=1)
+    if not isinstance(name, str) or name not in RULES:
+        close = get_close_matches(str(name), RULES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"there is no verification rule {name!r}: the rules are {', '.join(RULES)}{hint}")
     return RULES[name]

@@ -29,6 +29,7 @@ from heads.checkpoint import HeadCard, TargetReference, load_head, read_card, re
 from heads.eagle3 import Eagle3Head
 from infer.chat import Rendered, tokenizer_hash
 from infer.evaluate import AcceptanceReport
+from infer.machine import dtype_name
 from infer.target import TargetModel
 from train.dataset import TrainingData, VisitOrder, load_data, source_of
 from train.evaluation import decode_acceptance, decode_speed, teacher_forced
@@ -126,7 +127,7 @@ class Trainer:
         identity = {
             "data_hash": rows_hash(data.rows),
             "target_fingerprint": target.fingerprint,
-            "target_dtype": _dtype_name(target.dtype),
+            "target_dtype": dtype_name(target.dtype),
         }
         if state is not None:
             state.check_identity(identity, folder)
@@ -418,7 +419,7 @@ class Trainer:
             f"{len(self.data.rows)} rows, {self.data.num_tokens:,} tokens ({account.get('label_tokens', 0):,} labels); "
             f"{len(self.data.prompts)} held-out prompts; head of {size / 1e6:.1f}M parameters, "
             f"draft vocabulary {len(self.head.vocabulary):,}, taps {list(self.head.config.taps)}, "
-            f"{self.target.device} {_dtype_name(self.dtype)}"
+            f"{self.target.device} {dtype_name(self.dtype)}"
         )
 
     def _card(self, evaluation: Mapping[str, Any]) -> HeadCard:
@@ -483,10 +484,6 @@ def _refuse_existing(folder: Path) -> None:
             f"{folder} already holds a run that died before its first checkpoint: choose another name (name=...), "
             f"start from its head (head.init_from={folder / 'best'}), or move it away"
         )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _mean_by_depth(figures: Sequence[StepFigures], num_steps: int, name: str) -> tuple[float, ...]:

@@ -10,8 +10,7 @@ from typing import Any
 from infer.audit import QUICK_TOKENS, AuditSettings, audit
 from infer.cli import common
 from infer.drafters import LOOKUP, NO_DRAFT, resolve_target
-from infer.evaluate import limit_per_domain, render_prompts
-from infer.prompts import load_prompts
+from infer.evaluate import render_prompts
 from infer.proof.certificate import Check, save_page, save_to_card
 
 HELP = """\
@@ -29,11 +28,7 @@ _WHOLE = AuditSettings()
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("head", metavar="HEAD", help="an augmented model's folder, or 'ngram' (lookup only)")
-    group = parser.add_argument_group("target")
-    group.add_argument(
-        "--target", metavar="MODEL", help="a local folder or a Hub name (default: the one that HEAD names)"
-    )
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    common.add_target_arguments(parser)
     group = parser.add_argument_group("how much is tried")
     size = group.add_mutually_exclusive_group()
     size.add_argument(
@@ -44,17 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{_WHOLE.min_accepted} must have been drafted and accepted)",
     )
     size.add_argument("--quick", action="store_true", help=f"a first look: --tokens {QUICK_TOKENS}")
-    group.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help='JSON lines {"messages": [...]}, with a "domain" if you like (default: the set that comes with headstart)',
-    )
-    group.add_argument("--limit", type=int, metavar="N", help="first N prompts of each domain (default: all)")
-    group.add_argument("--raw", action="store_true", help="encode the texts without the chat template")
+    common.add_prompts_arguments(group, limit=None)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="another seed tries other answers (default: 0)")
     common.add_json_argument(parser)
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write a page to read: HTML, or Markdown for FILE.md")
+    parser.add_argument(
+        "--page", type=common.output_file, metavar="FILE", help="write a page to read: HTML, or Markdown for FILE.md"
+    )
     parser.add_argument("--save", action="store_true", help="keep the outcome on the head's card")
 
 
@@ -64,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.save and args.head in (LOOKUP, NO_DRAFT):
         raise ValueError(f"--save writes to a head's card, and {args.head!r} has none: leave it out")
     settings = _settings(args)
-    chats = limit_per_domain(load_prompts(args.prompts), args.limit)
+    chats = common.read_chats(args)
     source = resolve_target(args.head, args.target)
     common.quiet_loading()
     console = Console()

@@ -6,11 +6,9 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from infer.bench import METHODS, NOISY_LOAD, BenchReport, Row, benchmark, ids_hash
+from infer.bench import METHODS, BenchReport, Row, benchmark, ids_hash
 from infer.cli import common
-from infer.evaluate import DEFINITION, EvalPrompt, limit_per_domain, render_prompts
-from infer.machine import load_average
-from infer.prompts import load_prompts
+from infer.evaluate import DEFINITION, EvalPrompt, render_prompts
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,7 +27,7 @@ headstart bench runs/demo/best --temperature 0 0.8 --limit 2 --dtype bfloat16 --
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_engine_arguments(parser)
-    common.add_prompts_arguments(parser, limit=2)
+    common.add_measurement_arguments(parser, limit=2)
     parser.add_argument(
         "--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="M", help=" ".join(METHODS)
     )
@@ -44,10 +42,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from tqdm import tqdm
 
-    load = load_average()
-    if load is not None and load > NOISY_LOAD:
-        common.note(f"warning: the load average is {load:.1f}: other work is running, and times will be noisy")
-    chats = limit_per_domain(load_prompts(args.prompts), args.limit)
+    common.warn_if_busy()
+    chats = common.read_chats(args)
     target = common.load_target(args)
     prompts = render_prompts(target.tokenizer, chats, raw=args.raw)
     for line in first_prompt(target, prompts, raw=args.raw):
@@ -70,7 +66,14 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     for table in tables(report):
         console.print(table, "")
-    lines = (*divergence_lines(report), *rounding_lines(report), *report.advice(), f"Definition: {DEFINITION}.")
+    promise = common.exactness_line(report.settings["exactness"], report.settings["rule"])
+    lines = (
+        promise,
+        *divergence_lines(report),
+        *rounding_lines(report),
+        *report.advice(),
+        f"Definition: {DEFINITION}.",
+    )
     for line in lines:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     common.write_json(args.json, report.to_dict())
@@ -102,7 +105,12 @@ def tables(report: BenchReport) -> list[Table]:
 
 def rounding_lines(report: BenchReport) -> list[str]:
     """What a share of identical answers below 100 % means where arithmetic is not float32."""
-    drafted = [row for row in report.results if row.method == "headstart"]
+    promised = report.settings["exactness"]
+    drafted = [
+        row
+        for row in report.results
+        if row.method == "headstart" and promised != "lossy" and (row.temperature == 0 or promised != "distribution")
+    ]
     if not drafted or drafted[0].dtype == "float32" or all(row.identical_to_plain == 1 for row in drafted):
         return []
     stock = next((row.identical_to_plain for row in report.results if row.method == "stock"), None)
@@ -114,11 +122,14 @@ def rounding_lines(report: BenchReport) -> list[str]:
 
 
 def divergence_lines(report: BenchReport) -> list[str]:
-    return [
-        f"prompt {each.prompt} at temperature {each.temperature:g}: differs from plain decoding at token "
-        f"{each.position}, margin {each.margin:.2g} ({'near tie' if each.near_tie else 'NOT a near tie'})"
-        for each in report.first_divergences
-    ]
+    lines = []
+    for each in report.first_divergences:
+        margin = "one of the tokens ruled out or missing" if each.margin is None else f"margin {each.margin:.2g}"
+        lines.append(
+            f"prompt {each.prompt} at temperature {each.temperature:g}: differs from plain decoding at token "
+            f"{each.position}, {margin} ({'near tie' if each.near_tie else 'NOT a near tie'})"
+        )
+    return lines
 
 
 def _speeds(title: str, rows: Sequence[Row]) -> Table:

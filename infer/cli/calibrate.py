@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from heads.checkpoint import load_head, update_card
 from infer.calibration import BIN_EDGES, KEY, CalibrationReport, Reliability, calibrate
 from infer.cli import common
-from infer.evaluate import limit_per_domain, render_prompts
-from infer.prompts import load_prompts
+from infer.evaluate import render_prompts
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,20 +20,18 @@ HELP = """\
 Decode prompts with a head and compare how sure it was of each candidate with how often it was right;
 fit a map from the one to the other on half of the prompts, judge it on the other half, and keep it on
 the head's card, from which every command reads it. Draft trees are then grown and cut by probabilities.
-Answers cannot change. Temperatures are 0, 0.7 and 1 unless others are given."""
+Answers cannot change."""
 
 EXAMPLE = """\
 headstart calibrate runs/demo/best
 headstart calibrate runs/demo/best --temperature 0 0.8 --limit 8 --dry-run --json calibration.json"""
 
-_TEMPERATURES = (0.0, 0.7, 1.0)
 _NUM_NODES = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_engine_arguments(parser)
-    common.add_prompts_arguments(parser, limit=4)
-    parser.set_defaults(temperature=list(_TEMPERATURES))
+    common.add_measurement_arguments(parser, limit=4, temperatures=(0.0, 0.7, 1.0))
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="prompts decoded at once (default: 8)")
     parser.add_argument(
         "--nodes", type=int, default=_NUM_NODES, metavar="N", help=f"draft tokens of a tree (default: {_NUM_NODES})"
@@ -52,8 +49,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.head in (LOOKUP, NO_DRAFT):
         raise ValueError(f"{args.head!r} has no head to calibrate: give an augmented model's folder")
-    chats = sorted(limit_per_domain(load_prompts(args.prompts), args.limit), key=lambda chat: chat.domain)
+    chats = sorted(common.read_chats(args), key=lambda chat: chat.domain)
     target = common.load_target(args)
+    # Not by load_drafter, which refuses a card whose calibration is broken: this command replaces it.
     network, card = load_head(args.head, target.embedding_weight, device=target.device, dtype=target.dtype)
     target.check_card(card)
     drafter = HeadDrafter(network)

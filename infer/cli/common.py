@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -15,6 +16,8 @@ from heads.checkpoint import CARD_FILE, present_folder, read_card
 from infer.chat import token_id_list
 from infer.drafters.base import TreeSettings
 from infer.exactness import EXACTNESS, choose_rule
+from infer.machine import NOISY_LOAD, dtype_name, load_average
+from infer.prompts import EvaluationPrompt, load_prompts
 from infer.sampling import MAX_LOGPROBS, SamplingParams
 from infer.verify import RULES
 
@@ -33,17 +36,23 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, head_required: bool
         parser.add_argument("head", metavar="HEAD", help=HEAD_HELP)
     else:
         parser.add_argument("head", metavar="HEAD", nargs="?", default="none", help=f"{HEAD_HELP} (default: none)")
-    group = parser.add_argument_group("target")
-    group.add_argument(
-        "--target", metavar="MODEL", help="a local folder or a Hub name (default: the one that HEAD names)"
-    )
+    group = add_target_arguments(parser)
     group.add_argument(
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16"),
         help="precision; auto takes what is faster here. Answers are exactly plain decoding's in float32",
     )
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Which target, and where it runs."""
+    group = parser.add_argument_group("target")
+    group.add_argument(
+        "--target", metavar="MODEL", help="a local folder or a Hub name (default: the one that HEAD names)"
+    )
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    return group
 
 
 def add_tree_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,8 +77,8 @@ def add_exactness_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--exactness",
         choices=EXACTNESS,
-        help="what answers share with plain decoding: the tokens of the same seed (seed, the default), also where "
-        "rounding would part them (bitwise), the law only (distribution), or nothing (lossy)",
+        help="seed (default): plain decoding's tokens for the same seed; bitwise: also in bfloat16; "
+        "distribution: same probabilities, other tokens; lossy: no promise",
     )
     group.add_argument("--rule", choices=sorted(RULES), help="verification rule (default: what the exactness implies)")
     group.add_argument(
@@ -150,9 +159,8 @@ def _add_constraint_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_prompts_arguments(parser: argparse.ArgumentParser, *, limit: int | None) -> None:
-    """The prompts of a measurement."""
-    group = parser.add_argument_group("prompts")
+def add_prompts_arguments(group: argparse._ArgumentGroup, *, limit: int | None) -> None:
+    """Which prompts, and how they are rendered (read by `read_chats`)."""
     group.add_argument(
         "--prompts",
         type=Path,
@@ -164,20 +172,29 @@ def add_prompts_arguments(parser: argparse.ArgumentParser, *, limit: int | None)
         "--limit", type=int, default=limit, metavar="N", help=f"first N prompts of each domain (default: {shown})"
     )
     group.add_argument("--raw", action="store_true", help="encode the texts without the chat template")
+
+
+def add_measurement_arguments(
+    parser: argparse.ArgumentParser, *, limit: int | None, temperatures: Sequence[float] = (0.0,)
+) -> None:
+    """The prompts of a measurement, and how they are answered."""
+    group = parser.add_argument_group("prompts")
+    add_prompts_arguments(group, limit=limit)
+    shown = " ".join(f"{temperature:g}" for temperature in temperatures)
     group.add_argument(
         "--temperature",
         type=float,
         nargs="+",
-        default=[0.0],
+        default=list(temperatures),
         metavar="T",
-        help="one or more temperatures; 0 is greedy (default)",
+        help=f"one or more temperatures; 0 is greedy (default: {shown})",
     )
     group.add_argument("--max-tokens", type=int, default=128, metavar="N", help="longest answer (default: 128)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="prompt i is drawn with seed N + i")
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results to FILE as JSON")
 
 
 def sampling_params(args: argparse.Namespace, *, index: int = 0) -> SamplingParams:
@@ -267,6 +284,13 @@ def tree_settings(
     return settings
 
 
+def read_chats(args: argparse.Namespace) -> list[EvaluationPrompt]:
+    """The prompts that the arguments choose."""
+    from infer.evaluate import limit_per_domain
+
+    return limit_per_domain(load_prompts(args.prompts), args.limit)
+
+
 def load_target(args: argparse.Namespace) -> TargetModel:
     """The target that the arguments name; says on stderr what was loaded."""
     from infer.drafters import resolve_target
@@ -275,8 +299,7 @@ def load_target(args: argparse.Namespace) -> TargetModel:
     source = resolve_target(args.head, args.target)
     quiet_loading()
     target = TargetModel.load(source, dtype=args.dtype, device=args.device)
-    dtype = str(target.dtype).removeprefix("torch.")
-    note(f"target {target.name}, {dtype} on {target.device}")
+    note(f"target {target.name}, {dtype_name(target.dtype)} on {target.device}")
     return target
 
 
@@ -334,6 +357,24 @@ def plain_table(title: str, first: str, columns: Sequence[str]) -> Table:
     return table
 
 
+def output_file(text: str) -> Path:
+    """The type of an argument that names a file to write: what cannot be written is told before the work, not after."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file in it, such as {path / 'out.json'}")
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {existing} is no folder that can be written to")
+    return path
+
+
+def exactness_line(exactness: str, rule: str) -> str:
+    """What the answers of a measurement promise."""
+    if exactness == "lossy":
+        return f"NOT lossless: rule {rule} changes what the target would say."
+    return f"Exactness {exactness} (rule {rule})."
+
+
 def write_json(path: Path | None, value: Any) -> None:
     """Write a result where --json asks for it."""
     if path is None:
@@ -341,6 +382,13 @@ def write_json(path: Path | None, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     note(f"wrote {path}")
+
+
+def warn_if_busy() -> None:
+    """Other work beside a measurement makes its times noisy."""
+    load = load_average()
+    if load is not None and load > NOISY_LOAD:
+        note(f"warning: the load average is {load:.1f}: other work is running, and times will be noisy")
 
 
 def note(line: str) -> None:

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from infer.bound_meter import Attainment, BoundReport
 from infer.cli import common
-from infer.evaluate import Acceptance, AcceptanceReport, evaluate, limit_per_domain, render_prompts
-from infer.prompts import load_prompts
+from infer.evaluate import Acceptance, AcceptanceReport, evaluate, render_prompts
+from infer.machine import dtype_name
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
+
+    from infer.engine import Engine
 
 HELP = """\
 Decode prompts with a head and report how many draft tokens the target accepts: by position in the
@@ -30,7 +33,7 @@ _MAX_POSITIONS = 6  # as many as fit 80 columns; --json has them all
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_engine_arguments(parser)
-    common.add_prompts_arguments(parser, limit=None)
+    common.add_measurement_arguments(parser, limit=None)
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="prompts decoded at once (default: 8)")
     parser.add_argument(
         "--bound",
@@ -46,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from tqdm import tqdm
 
-    chats = limit_per_domain(load_prompts(args.prompts), args.limit)
+    chats = common.read_chats(args)
     target = common.load_target(args)
     prompts = render_prompts(target.tokenizer, chats, raw=args.raw)
     engine = common.build_engine(args, target, max_requests=args.batch, adaptive=False)
@@ -61,6 +64,13 @@ def run(args: argparse.Namespace) -> int:
             progress=bar.update,
         )
     console = Console()
+    console.print(common.exactness_line(engine.exactness, engine.rule.name), highlight=False)
+    _print(console, report)
+    common.write_json(args.json, {**_settings(args, engine), **report.to_dict()})
+    return 0
+
+
+def _print(console: Console, report: AcceptanceReport) -> None:
     for table in tables(report):
         console.print(table, "")
     console.print(
@@ -71,10 +81,14 @@ def run(args: argparse.Namespace) -> int:
     if report.bound is not None:
         console.print("", bound_table(report.bound), "")
         console.print(_bound_note(report.bound), soft_wrap=True)
-    settings = {
-        "target": target.name,
+
+
+def _settings(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
+    """What a reader of the --json file needs to know to compare its figures with others."""
+    return {
+        "target": engine.target.name,
         "head": str(args.head),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(engine.target.dtype),
         "max_tokens": args.max_tokens,
         "seed": args.seed,
         "batch": args.batch,
@@ -84,8 +98,6 @@ def run(args: argparse.Namespace) -> int:
         "lossless": engine.rule.lossless,
         "tree": asdict(engine.tree),
     }
-    common.write_json(args.json, {**settings, **report.to_dict()})
-    return 0
 
 
 def tables(report: AcceptanceReport) -> list[Table]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infer.bench import NOISY_LOAD
 from infer.cli import common
-from infer.machine import load_average
 from infer.profile import VERIFIED_NODES, VERIFIED_PATH
 
 if TYPE_CHECKING:
@@ -30,7 +27,7 @@ headstart profile runs/demo/best --json profile.json --plot profile.png"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_engine_arguments(parser, head_required=False)
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="runs of each width (default: 7)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and floors to an image")
+    parser.add_argument("--plot", type=common.output_file, metavar="FILE", help="draw times and floors to an image")
     common.add_json_argument(parser)
 
 
@@ -42,11 +39,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
-    load = load_average()
-    if load is not None and load > NOISY_LOAD:
-        common.note(f"warning: the load average is {load:.1f}: other work is running, and times will be noisy")
+    common.warn_if_busy()
     target = common.load_target(args)
-    report = profile(target, load_drafter(args.head, target), repeats=args.repeats)
+    report = profile(target, load_drafter(args.head, target, hybrid=False), repeats=args.repeats)
     console = Console()
     console.print(table(report), "")
     console.print(verification_table(report), "")

@@ -49,7 +49,7 @@ _NEGLIGIBLE = 2e-3
 
 @dataclass
 class _Memory:
-    """Of one request: states not yet read by the head, and how many rows it has read."""
+    """The states of one request that the head has not read yet, and how many rows it has read."""
 
     pending: list[torch.Tensor] = field(default_factory=list)
     num_rows: int = 0
@@ -117,8 +117,11 @@ class _Growth:
 
 @dataclass(frozen=True, kw_only=True)
 class _Candidates:
-    """Of a request's frontier nodes: what tokens are ranked by, their estimated chance of being the next token (both
-    [f, C]), and what was drawn from [f, V], where it is kept."""
+    """The candidates below a request's frontier nodes.
+
+    scores [f, C]: what tokens are ranked by. shares [f, C]: their estimated chance of being the next token. draft_probs
+    [f, V]: what they were drawn from, where it is kept.
+    """
 
     scores: torch.Tensor
     shares: torch.Tensor
@@ -321,8 +324,8 @@ class HeadDrafter:
     def _fresh_noise(self, growth: _Growth) -> torch.Tensor:
         """Gumbel noise [f, C] that nothing else sees: ranked by it and log q, tokens are draws without replacement."""
         request = growth.request
-        identity = (request.seed, request.sample, request.attempt, len(request.accepted_lengths))
-        keys = [noise_key(_DRAFT_DOMAIN, *identity, node - ROOT) for node in growth.frontier]
+        round_index = len(request.accepted_lengths)
+        keys = [noise_key(_DRAFT_DOMAIN, *request.identity, round_index, node - ROOT) for node in growth.frontier]
         return torch.stack([gumbel(key, len(self._target_id_list), self._device) for key in keys])
 
     def _full_size(self, draft_probs: torch.Tensor) -> torch.Tensor:
@@ -368,7 +371,8 @@ class HeadDrafter:
 
 
 def _proposal_kind(request: Request) -> KindType:
-    """What a request's children are: one-hot where nothing is random, else what its rule takes, if it can coupled."""
+    """What a request's children are: one-hot where nothing is random, else a kind its rule takes, `Coupled`
+    preferred."""
     if request.params.greedy:
         return OneHot
     return next(kind for kind in (Coupled, Sampled, GreedySet, OneHot) if kind in request.rule.kinds)

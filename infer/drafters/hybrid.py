@@ -73,7 +73,7 @@ class HybridDrafter:
     def _proposers(self, request: Request) -> tuple[Drafter, ...]:
         """Who proposes for a request: all where their trees can be joined, else the first that makes what is taken."""
         if request.params.greedy or OneHot in request.rule.kinds or Coupled in request.rule.kinds:
-            return self.drafters
+            return tuple(drafter for drafter in self.drafters if {OneHot, Coupled} & set(drafter.kinds))
         return tuple(drafter for drafter in self.drafters if set(drafter.kinds) & set(request.rule.kinds))[:1]
 
     def _recording_parts(self) -> list[RecordingDrafter]:

@@ -58,7 +58,7 @@ class World:
 
     @property
     def weight(self) -> float:
-        """Probability of this world: the volume of what is known."""
+        """The probability of this world: the product of its intervals' lengths."""
         return float(np.prod([high - low for low, high in self.intervals.values()]))
 
     def piece(self, name: Hashable, edges: list[float]) -> int:
@@ -108,8 +108,8 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class EnumeratedChance:
-    """A `Chance` over a world. Two askings get one number if `code` would draw them with one key. `rename` plants
-    a reuse of noise: it names the number itself, or returns None to leave it to the code."""
+    """A `Chance` over a world. Two calls get one number if `code` would draw them with one key. `rename` plants a reuse
+    of noise: it names the number itself, or returns None to leave it to the code."""
 
     world: World
     context_length: int = 0
@@ -117,7 +117,7 @@ class EnumeratedChance:
     code: Code = ENGINE
     rename: Callable[[Key], Hashable | None] = lambda key: None
     names: dict[Key, Hashable] = field(default_factory=dict)
-    """Those found so far, to be shared by the worlds of one scenario."""
+    """The keys found so far, shared by the worlds of one scenario."""
 
     def accept(self, probability: float, *, node: int, purpose: Purpose, trial: int = 0) -> bool:
         assert probability == probability, "an acceptance probability is NaN"
@@ -135,7 +135,8 @@ class EnumeratedChance:
         return self.names[key]
 
     def _number(self, key: Key) -> float:
-        """What the engine would draw for seed 0: equal for equal keys, and in 53 bits for no others here."""
+        """The number that the engine would draw for seed 0. Equal keys give equal numbers, and in 53 bits no two other
+        keys here do."""
         keyed = self.code.chance(seed=0, sample=0, attempt=0, round_index=key.round_index)
         return keyed._uniform(key.node, key.purpose, key.trial)
 
@@ -174,7 +175,7 @@ class RandomModel:
 
 @dataclass(frozen=True)
 class UniformModel:
-    """Ties everywhere."""
+    """A model that gives all tokens the same probability, so that there are ties everywhere."""
 
     size: int
 
@@ -207,10 +208,10 @@ class Noise(Protocol):
 
 
 Drafter = Callable[[Tokens, Chance, Noise], DraftTree]
-"""A tree for a history, from chance of its own and from what it sees of the target's."""
+"""Makes a tree for a history, from random numbers of its own and what it sees of the target's."""
 
 Width = Callable[[Tokens], int]
-"""How many children follow a drafted path: known before any of them is drawn."""
+"""How many children follow a drafted path; settled before any of them is drawn."""
 
 Propose = Callable[[int, Tokens, int], list[int]]
 
@@ -231,7 +232,8 @@ def grow(width: Width, propose: Propose) -> tuple[Tokens, Tokens]:
 
 
 def levels(*widths: int) -> Width:
-    """The same width everywhere on a level: levels(1, 1, 1) is a chain of three, levels(3) leaves only."""
+    """The same number of children at every node of a level: levels(1, 1, 1) is a chain of three, levels(3) three
+    leaves."""
     return lambda path: widths[len(path)] if len(path) < len(widths) else 0
 
 
@@ -241,7 +243,7 @@ def uneven(path: Tokens) -> int:
 
 
 def as_drawn(drawn: list[int], row: Tensor) -> list[int]:
-    """Siblings in the order drawn: what a drafter must keep."""
+    """Leaves siblings in the order drawn, as a drafter must."""
     return drawn
 
 
@@ -253,8 +255,8 @@ def sampled(
     said: Model | None = None,
     tamper: Callable[[list[int], Tensor], list[int]] = as_drawn,
 ) -> Drafter:
-    """Children drawn from the model. Faults: `said` is what the tree says they were drawn from; `tamper`
-    rearranges siblings once drawn."""
+    """Children drawn from the model. Two arguments plant faults: `said` is what the tree says that they were drawn
+    from, `tamper` rearranges siblings once drawn."""
 
     def draft(context: Tokens, chance: Chance, noise: Noise) -> DraftTree:
         rows: dict[int, Tensor] = {}
@@ -314,7 +316,7 @@ def top_tokens(model: Model, width: Width) -> Drafter:
 
 
 def coupled(model: Model, width: Width) -> Drafter:
-    """The token that the target's own noise picks from the draft's law, then the top ones. The noise also
+    """The token that the target's own noise picks from the draft's law, and then the likeliest ones. The noise also
     decides the order of siblings and thus their slots, which must not matter."""
 
     def draft(context: Tokens, chance: Chance, noise: Noise) -> DraftTree:
@@ -334,7 +336,7 @@ def coupled(model: Model, width: Width) -> Drafter:
 
 
 def nothing(context: Tokens, chance: Chance, noise: Noise) -> DraftTree:
-    """A drafter with nothing to say."""
+    """A drafter that proposes nothing."""
     return DraftTree.empty()
 
 
@@ -343,8 +345,8 @@ def nothing(context: Tokens, chance: Chance, noise: Noise) -> DraftTree:
 
 @dataclass(frozen=True)
 class ToyLaw:
-    """A node's law along its own path. A path that the target cannot take has no row: reading it is an
-    error."""
+    """The law at each node, along the node's own path. A path that the target cannot take has no row, and reading it
+    is an error."""
 
     scenario: Scenario
     context: Tokens
@@ -373,8 +375,9 @@ class LengthAndTokens(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """`law` is what the rule is told of the target, `rename` plants reused numbers and `slot_noise` ties the noise
-    of draws to tree slots: honest by default, else a fault to be caught."""
+    """Rounds of a rule over drafts, whose law can be enumerated. Three fields plant faults, and are honest by default:
+    `law` is what the rule is told of the target, `rename` makes numbers serve twice, `slot_noise` ties the noise of
+    draws to tree slots."""
 
     rule: str
     target: Model
@@ -386,7 +389,7 @@ class Scenario:
     slot_noise: bool = False
 
     def play(self, world: World, code: Code, names: dict[Key, Hashable]) -> LengthAndTokens:
-        """Some rounds in one world: tokens accepted, and all tokens emitted."""
+        """Play the rounds in one world."""
         context: Tokens = ()
         num_accepted = 0
         for round_index in range(self.rounds):
@@ -408,7 +411,7 @@ class Scenario:
         return verify(code.rules[self.rule], tree, self.law(self, context, tree, noise), chance), tree
 
     def outcomes(self, code: Code = ENGINE) -> dict[LengthAndTokens, float]:
-        """Law of what the rounds accept and emit."""
+        """The law of what the rounds accept and emit."""
         law: dict[LengthAndTokens, float] = {}
         names: dict[Key, Hashable] = {}
         for weight, outcome in worlds(lambda world: self.play(world, code, names)):
@@ -416,8 +419,8 @@ class Scenario:
         return law
 
     def total_variation(self, code: Code = ENGINE) -> float:
-        """Between the first `length` tokens of the rounds, completed by plain sampling, and plain sampling
-        alone."""
+        """The total variation between the first `length` tokens of the rounds, completed by plain sampling, and those
+        of plain sampling alone."""
         size = self.target.size
         emitted = np.zeros([size] * self.length)
         for (_, tokens), weight in self.outcomes(code).items():
@@ -426,12 +429,12 @@ class Scenario:
         return 0.5 * float(np.abs(emitted - plain(self.target, (), self.length)).sum())
 
     def expected_accepted(self) -> float:
-        """Mean number of draft tokens that the rounds keep."""
+        """The mean number of draft tokens that the rounds keep."""
         return sum(weight * num_accepted for (num_accepted, _), weight in self.outcomes().items())
 
 
 def plain(model: Model, context: Tokens, length: int) -> NDArray[np.float64]:
-    """Joint law of the next `length` tokens under plain sampling, [V] * length."""
+    """The joint law of the next `length` tokens under plain sampling, [V] * length."""
     if length == 0:
         return np.ones(())
     row = model.probs(context).numpy()

@@ -7,6 +7,7 @@ that is never right shows nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from infer.bench import first_difference, plain_scores
+from infer.divergence import FirstDifference, first_difference, is_tie
 from infer.drafters.base import TreeSettings
 from infer.engine import Engine
 from infer.evaluate import EvalPrompt
@@ -30,7 +31,8 @@ TREES = {
 }
 BATCHES = {8: 8, 4: 8, 1: 2}
 SMALL_BATCHES = {4: 4, 2: 4, 1: 1}
-"""Requests that run at once, and how many of a sweep's prompts go that way: more than fit, and slots change hands."""
+"""Requests that run at once, and how many of a sweep's prompts are answered so. More prompts than slots, so that slots
+are reused."""
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 _SHORTEST = 16
@@ -41,7 +43,7 @@ _WHOLE = 5000
 """Tokens from which batches have their full sizes."""
 
 DEEP = 3
-"""Tokens accepted at this depth or below have passed through drafts of drafts."""
+"""A token accepted at this depth or below was drafted on the head's own guesses."""
 
 _PLAIN: dict[str, Any] = {}
 FILTERS: dict[str, dict[str, Any]] = {
@@ -49,9 +51,8 @@ FILTERS: dict[str, dict[str, Any]] = {
     "top-k 40, top-p 0.95": {"top_k": 40, "top_p": 0.95},
     "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.3, "frequency_penalty": 0.1},
 }
-"""What requests ask for beside a temperature: every other one nothing, the rest in turn."""
+"""What requests ask for beside a temperature: every other request nothing, and the rest take the others in turn."""
 
-Tie = Callable[[float], float]
 EngineMaker = Callable[[TreeSettings, int], Engine]
 """An engine with the draft under audit, for a tree and a number of requests at once."""
 
@@ -69,8 +70,12 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """Evidence: answers, those identical, their tokens, and tokens up to the first difference: emitted, of these
-    drafted and accepted, and of these at depth `DEEP` or below."""
+    """How much was compared.
+
+    answers: answers compared. identical: those of them that are plain decoding's. tokens: tokens of all answers.
+    emitted: tokens before the first difference. accepted: those of `emitted` that were drafted and accepted. deep:
+    those of `accepted` at depth `DEEP` or below.
+    """
 
     answers: int = 0
     identical: int = 0
@@ -85,11 +90,18 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Where an answer first leaves plain decoding's. `margin`: what parts the two tokens in plain decoding's own
-    scores (as logits, the noise included), None where one of them is missing or ruled out; `best_score` the largest
-    of these. `round` counts from
-    the prefill, 0; `depth` is the token's in its round's tree, whose first tokens have 1; `drafted` tells a draft
-    token from the target's own."""
+    """Where an answer first leaves plain decoding's.
+
+    prompt, domain: the prompt's number and domain.
+    temperature, filters, seed: how the request is sampled.
+    tree, batch: the draft tree, and how many requests ran at once.
+    token_index: the token's index in the answer.
+    expected, got, margin, best_score: see `infer.divergence.FirstDifference`.
+    round: the round that emitted it; the prefill is round 0.
+    depth: its depth in the tree of that round, counted from 1.
+    drafted: whether it was a draft token, rather than the target's own.
+    error: why the request ended, if it failed.
+    """
 
     prompt: int
     domain: str
@@ -124,10 +136,10 @@ class Difference:
 
 @dataclass
 class Evidence:
-    """What comparisons showed, by temperature, tree and batch. `tie`: the margin below which rounding explains a
-    difference, given the best score."""
+    """What comparisons showed. `cells` are keyed by temperature, tree and batch. `rounding`: the precision whose
+    rounding may explain a difference; None where nothing may."""
 
-    tie: Tie
+    rounding: torch.dtype | None
     cells: dict[tuple[float, str, int], Tally] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
 
@@ -142,11 +154,15 @@ class Evidence:
 
     @property
     def ties(self) -> list[Difference]:
-        """Differences that it does."""
+        """Differences that rounding explains."""
         return [each for each in self.differences if self._is_tie(each)]
 
     def _is_tie(self, difference: Difference) -> bool:
-        return difference.margin is not None and difference.margin < self.tie(difference.best_score)
+        return self.rounding is not None and is_tie(self.rounding, difference.margin, difference.best_score)
+
+    def add(self, cell: tuple[float, str, int], tally: Tally, differences: Sequence[Difference]) -> None:
+        self.cells[cell] = self.cells.get(cell, Tally()) + tally
+        self.differences += differences
 
     def figures(self) -> dict[str, Any]:
         """Plain values for a report."""
@@ -165,41 +181,31 @@ def gather(
     *,
     trees: Sequence[str],
     needs: Tally,
-    tie: Tie,
+    rounding: torch.dtype | None,
     max_tokens: int,
     seed: int,
     progress: Callable[[int], None] | None = None,
 ) -> Evidence:
-    """Compare over temperatures, trees and batches, until as many tokens agree as `needs` asks for and the draft has
-    shown what it asks of it, or has had tokens enough to do so, or a fault is found."""
+    """Compare over temperatures, trees and batches.
+
+    Stops when `needs` is met, when a fault is found, or after `_MOST_SWEEPS` times the tokens asked for.
+    """
     batches = BATCHES if needs.emitted >= _WHOLE else SMALL_BATCHES
     count = sum(batches.values())
     share = needs.emitted / (len(TEMPERATURES) * len(trees) * count)
     max_tokens = min(max_tokens, max(_SHORTEST, math.ceil(1.1 * share)))
     reference = plain(count)
-    evidence = Evidence(tie=tie)
-    sweep = 0
-    while not (sweep and _suffices(evidence, needs)):
-        for temperature in TEMPERATURES:
-            cases = make_cases(
-                reference,
-                prompts,
-                first=sweep * count,
-                count=count,
-                temperature=temperature,
-                max_tokens=max_tokens,
-                seed=seed,
-            )
-            for turn, tree in enumerate(trees):
-                for batch, part in shares(cases, batches, sweep + turn):
-                    engine = drafting(TREES[tree], batch)
-                    tally, differences = compare(engine, part, tree=tree, batch=batch, progress=progress)
-                    cell = (temperature, tree, batch)
-                    evidence.cells[cell] = evidence.cells.get(cell, Tally()) + tally
-                    evidence.differences += differences
-            if sweep and _suffices(evidence, needs):
-                break  # all temperatures have had the first sweep
-        sweep += 1
+    evidence = Evidence(rounding=rounding)
+    for sweep, temperature in ((sweep, temperature) for sweep in itertools.count() for temperature in TEMPERATURES):
+        if sweep and _suffices(evidence, needs):  # the first sweep is over all temperatures
+            break
+        numbers = range(sweep * count, (sweep + 1) * count)
+        cases = make_cases(reference, prompts, numbers, temperature=temperature, max_tokens=max_tokens, seed=seed)
+        for turn, tree in enumerate(trees):
+            for batch, part in shares(cases, batches, sweep + turn):
+                engine = drafting(TREES[tree], batch)
+                found = compare(engine, part, tree=tree, batch=batch, progress=progress)
+                evidence.add((temperature, tree, batch), *found)
     return evidence
 
 
@@ -223,25 +229,22 @@ def interleave(prompts: Sequence[EvalPrompt]) -> list[EvalPrompt]:
 def make_cases(
     plain: Engine,
     prompts: Sequence[EvalPrompt],
+    numbers: Sequence[int],
     *,
-    first: int,
-    count: int,
     temperature: float,
     max_tokens: int,
     seed: int,
-    progress: Callable[[int], None] | None = None,
 ) -> list[Case]:
-    """Plain decoding's answers to `count` prompts from number `first` on (round again beyond the last), each with a
-    seed of its own."""
+    """Plain decoding's answers to the prompts of these `numbers` (beyond the last prompt they start again at the
+    first), each with a seed of its own."""
     others = [name for name in FILTERS if name]
-    numbers = range(first, first + count)
     names = ["" if number % 2 == 0 else others[number // 2 % len(others)] for number in numbers]
     params = [
         SamplingParams(temperature=temperature, seed=seed + number, max_tokens=max_tokens, **FILTERS[name])
         for number, name in zip(numbers, names, strict=True)
     ]
     chosen = [number % len(prompts) for number in numbers]
-    completions = plain.generate([prompts[index].token_ids for index in chosen], params, progress=progress)
+    completions = plain.generate([prompts[index].token_ids for index in chosen], params)
     return [
         Case(number=index, prompt=prompts[index], params=one, filters=name, plain=completion)
         for index, one, name, completion in zip(chosen, params, names, completions, strict=True)
@@ -275,7 +278,7 @@ def compare(
         at = first_difference(case.plain.token_ids, completion.token_ids)
         tally += _tally(completion, at, same)
         if not same:
-            differences.append(_difference(engine.target, case, completion, at, tree=tree, batch=batch))
+            differences.append(_difference(engine.target, case, completion, tree=tree, batch=batch))
     return tally, differences
 
 
@@ -305,14 +308,11 @@ def locate(round_lengths: Sequence[int], index: int) -> tuple[int, int, bool]:
     return len(round_lengths), index + 1, False
 
 
-def _difference(
-    target: TargetModel, case: Case, completion: Completion, at: int, *, tree: str, batch: int
-) -> Difference:
-    plain, other = case.plain.token_ids, completion.token_ids
-    expected, got = (ids[at] if at < len(ids) else None for ids in (plain, other))
-    scores = plain_scores(target, case.prompt.token_ids, plain[:at], case.params)
-    scale = 1.0 if case.params.greedy else case.params.temperature  # scores are logits over temperature
-    number, depth, drafted = locate(completion.accepted_lengths, at)
+def _difference(target: TargetModel, case: Case, completion: Completion, *, tree: str, batch: int) -> Difference:
+    first = FirstDifference.find(
+        target, case.prompt.token_ids, case.params, expected=case.plain.token_ids, got=completion.token_ids
+    )
+    number, depth, drafted = locate(completion.accepted_lengths, first.position)
     return Difference(
         prompt=case.number,
         domain=case.prompt.domain,
@@ -321,22 +321,13 @@ def _difference(
         seed=case.params.seed or 0,
         tree=tree,
         batch=batch,
-        token_index=at,
-        expected=expected,
-        got=got,
-        margin=_margin(scores * scale, expected, got),
-        best_score=float(scores.max()) * scale,
+        token_index=first.position,
+        expected=first.expected,
+        got=first.got,
+        margin=first.margin,
+        best_score=first.best_score,
         round=number,
         depth=depth,
         drafted=drafted,
         error=completion.error,
     )
-
-
-def _margin(scores: torch.Tensor, expected: int | None, got: int | None) -> float | None:
-    """What parts the two tokens. Larger than the margin of the two best unless these are the two, so a wrong token at
-    a position that happens to be close is not taken for a near tie."""
-    if expected is None or got is None:
-        return None
-    gap = abs(float(scores[expected]) - float(scores[got]))
-    return gap if math.isfinite(gap) else None

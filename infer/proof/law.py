@@ -22,7 +22,7 @@ from infer.sampling import SamplingParams
 from infer.target import TargetModel
 
 NUM_TESTS = 3
-"""Of each sample: uniformity, surprise and independence."""
+"""Each sample is tested for uniformity, surprise and independence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class LawSample:
         return len(self.transform.uniforms)
 
     def results(self) -> dict[str, tuple[float, float]]:
-        """Statistic and p of each test."""
+        """The statistic and p of each test."""
         return {
             "uniformity": uniformity(self.transform.uniforms),
             "surprise": surprise(self.transform),
@@ -58,7 +58,7 @@ def draw_answers(
     seed: int,
     progress: Callable[[int], None] | None = None,
 ) -> list[Completion]:
-    """Answers of `max_tokens` tokens, enough for `num_tokens`, each drawn with another seed: answers that share a
+    """As many answers of `max_tokens` tokens as `num_tokens` takes. Each has a seed of its own: answers that share a
     seed share their noise, and would not be independent."""
     count = -(-num_tokens // max_tokens)
     params = [
@@ -72,7 +72,7 @@ def draw_answers(
 def judge(
     target: TargetModel, completions: Sequence[Completion], *, rule: str, temperature: float, seed: int
 ) -> LawSample:
-    """The answers' transform under the stock model at `temperature`."""
+    """Transform the answers by the stock model's probabilities at `temperature`."""
     rng = np.random.default_rng(seed)
     parts = []
     with target.stock() as model, torch.inference_mode():
@@ -94,7 +94,7 @@ def judge(
 
 
 def _pairs(uniforms: Floats) -> Floats:
-    """Neighbours [N, 2] that do not overlap."""
+    """Pairs of neighbours [N, 2] that do not overlap."""
     return uniforms[: len(uniforms) // 2 * 2].reshape(-1, 2)
 
 

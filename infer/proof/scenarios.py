@@ -153,7 +153,8 @@ _SLOW_DRAFTERS = ("independent", "without replacement, deep")
 _SLOW_PAIRS = tuple(
     pair for pair in PAIRS if pair.startswith(("wider", "more", "penalties", "ties in", "zeros in the d"))
 )
-"""Left out together: tens of thousands of worlds each. The random pair and the zeros cover these shapes."""
+"""Slow drafters are not run on slow pairs, which takes tens of thousands of worlds each. The random pair and the zeros
+cover these shapes."""
 
 _SMALL, _SMALL_DRAFT = PAIRS["random"]
 TWO_ROUNDS: tuple[tuple[str, Drafter], ...] = (
@@ -181,7 +182,7 @@ def pairs_of(drafter: str) -> list[str]:
 
 
 def two_rounds(rule: str, drafter: Drafter) -> Scenario:
-    """A second round after the first: nothing that one learns of its numbers may bias the other."""
+    """Two rounds, one after the other: nothing that one learns of its numbers may bias the other."""
     return Scenario(rule=rule, target=_SMALL, draft=drafter, rounds=2, length=5)
 
 

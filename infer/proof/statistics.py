@@ -28,8 +28,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Transform:
-    """Of a run of tokens: `uniforms` as above, `surprises` -log p(y), and the mean and variance that a surprise has
-    at its context. One entry a token each."""
+    """The numbers that the tests take of a run of tokens, one entry a token.
+
+    uniforms: u as above. surprises: -log p(y). means, variances: what a surprise has at its context.
+    """
 
     uniforms: Floats
     surprises: Floats
@@ -38,7 +40,7 @@ class Transform:
 
     @classmethod
     def join(cls, parts: Sequence[Transform]) -> Transform:
-        """One after the other."""
+        """The parts, one after the other."""
         return cls(**{item.name: np.concatenate([getattr(part, item.name) for part in parts]) for item in fields(cls)})
 
 
@@ -65,7 +67,8 @@ def transform(scores: Tensor, tokens: Tensor, fractions: Floats) -> Transform:
 
 
 def uniformity(uniforms: Floats) -> tuple[float, float]:
-    """Kolmogorov and Smirnov: the largest gap between the sample's distribution and the uniform one, and its p."""
+    """The test of Kolmogorov and Smirnov: the largest gap between the sample's distribution and the uniform one, and
+    its p."""
     count = len(uniforms)
     if not count:
         return 0.0, 1.0
@@ -76,7 +79,8 @@ def uniformity(uniforms: Floats) -> tuple[float, float]:
 
 
 def _kolmogorov(gap: float, count: int) -> float:
-    """Chance of a gap at least this large; the limit law at Stephens's scale, good from about ten numbers on."""
+    """Chance of a gap at least this large, by the limit law at Stephens's scale, which holds from about ten numbers
+    on."""
     scaled = (math.sqrt(count) + 0.12 + 0.11 / math.sqrt(count)) * gap
     if scaled < 0.2:
         return 1.0  # where the series converges slowly and the chance is 1 to twelve digits
@@ -85,7 +89,7 @@ def _kolmogorov(gap: float, count: int) -> float:
 
 
 def surprise(sample: Transform) -> tuple[float, float]:
-    """Standard score of the sum of surprises, and its two-sided p: the sharpest test of a wrong temperature.
+    """The standard score of the sum of surprises, and its two-sided p: the sharpest test of a wrong temperature.
 
     The derivative of log p at inverse temperature 1 is the mean surprise less the surprise, so no test has more
     power against temperatures close by. Surprises less their means are a martingale, whose sum is near normal.
@@ -98,9 +102,9 @@ def surprise(sample: Transform) -> tuple[float, float]:
 
 
 def independence(pairs: Floats) -> tuple[float, float]:
-    """Chi-square of disjoint pairs [N, 2] on a grid of 8 by 8 (fewer, if a cell would expect less than 5), and its p.
+    """Chi-square of disjoint pairs [N, 2] on a grid of 8 by 8 (coarser, if a cell would expect less than 5), and its p.
 
-    Disjoint: overlapping pairs are not independent of each other, and their chi-square has another law.
+    Overlapping pairs are not independent of each other, and their chi-square has another law.
     """
     num_cells = min(8, math.isqrt(len(pairs) // 5))
     if num_cells < 2:

@@ -16,9 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from heads.checkpoint import CARD_FILE, HeadCard, TargetReference, read_card, save_head
-from heads.eagle3 import Eagle3Config, Eagle3Head
-from heads.vocab import DraftVocabulary
+from heads.checkpoint import CARD_FILE, read_card
 from infer import audit as audit_module
 from infer.audit import (
     BITWISE,
@@ -29,12 +27,14 @@ from infer.audit import (
     TRANSFORM,
     AuditSettings,
     Check,
+    DrafterMaker,
     Silent,
     audit,
+    run_checks,
 )
 from infer.cache import SlotCache
 from infer.cli import audit as command
-from infer.drafters import DraftLimit, ScriptedDrafter
+from infer.drafters import DraftLimit, HeadDrafter, ScriptedDrafter
 from infer.engine import Engine
 from infer.evaluate import EvalPrompt
 from infer.proof import equality, scenarios
@@ -49,7 +49,7 @@ from infer.target import TargetModel
 from infer.tree import ROOT, DraftTree, OneHot
 from infer.verify import RULES, Chance, NodeLaw, Rule, Verdict
 from tests.conftest import REPOSITORY, make_tiny_model
-from tests.toy_tokenizer import toy_tokenizer
+from tests.infer.helpers import Folders, random_head, write_folders
 
 SMALL = AuditSettings(
     num_tokens=500,
@@ -85,7 +85,7 @@ ANSWERS: dict[tuple[Any, ...], Sequence[int]] = {}
 """Plain decoding's, which none of the faults below touches."""
 
 
-def knowing(target: TargetModel) -> ScriptedDrafter:
+def knowing(target: TargetModel, *, hybrid: bool) -> ScriptedDrafter:
     """Knows plain decoding's answers, and hides the right token among wrong siblings; some rounds it stops early."""
     rng = random.Random(0)
 
@@ -115,8 +115,8 @@ def knowing(target: TargetModel) -> ScriptedDrafter:
     return ScriptedDrafter(script, kinds=(OneHot,))
 
 
-def run(*checks: str, settings: AuditSettings = SMALL, head: Any = knowing) -> Certificate:
-    return audit(load, head, prompts=prompts, settings=settings, checks=checks)
+def run(*checks: str, settings: AuditSettings = SMALL, head: DrafterMaker = knowing) -> Certificate:
+    return run_checks(load, head, prompts=prompts, settings=settings, checks=checks)
 
 
 def only(certificate: Certificate) -> Check:
@@ -146,10 +146,24 @@ def test_a_faultless_engine_passes() -> None:
     assert "no rejection rule was tried" in certificate.checks[1].detail
 
 
+def test_the_head_is_loaded_once_for_trees_and_once_for_chains() -> None:
+    """In each dtype, however many engines try it (each once read it from disk)."""
+    made: list[tuple[torch.dtype, bool]] = []
+
+    def counted(target: TargetModel, *, hybrid: bool) -> ScriptedDrafter:
+        made.append((target.dtype, hybrid))
+        return knowing(target, hybrid=hybrid)
+
+    run(EQUALITY, BITWISE, settings=TINY, head=counted)
+    assert sorted(made, key=str) == [
+        (dtype, hybrid) for dtype in (torch.bfloat16, torch.float32) for hybrid in (False, True)
+    ]
+
+
 def test_a_draft_that_is_never_right_is_not_enough_evidence() -> None:
     """No fault, and no pass either: the wording tells the two apart."""
 
-    def useless(target: TargetModel) -> ScriptedDrafter:
+    def useless(target: TargetModel, *, hybrid: bool) -> ScriptedDrafter:
         return ScriptedDrafter(lambda request, limit: DraftTree.empty(), kinds=(OneHot,))
 
     check = only(run(EQUALITY, head=useless, settings=replace(SMALL, num_tokens=200)))
@@ -440,9 +454,7 @@ def test_sizes_scale_together() -> None:
 def test_cases_repeat_nothing(target: TargetModel) -> None:
     """Seeds differ from prompt to prompt, also when the prompts come round again, and half of the requests have
     filters or penalties."""
-    cases = equality.make_cases(
-        Engine(target), prompts(target), first=4, count=12, temperature=1.0, max_tokens=2, seed=3
-    )
+    cases = equality.make_cases(Engine(target), prompts(target), range(4, 16), temperature=1.0, max_tokens=2, seed=3)
     assert len({case.params.seed for case in cases}) == 12
     assert [case.number for case in cases] == [number % 9 for number in range(4, 16)]
     assert {case.filters for case in cases} == set(equality.FILTERS)
@@ -454,48 +466,18 @@ def test_cases_repeat_nothing(target: TargetModel) -> None:
 # The command.
 
 
-def random_head(target: TargetModel) -> Eagle3Head:
-    config = Eagle3Config.for_target(target.config, draft_vocab_size=64, vocab_size=target.vocab_size, taps=(1, 2, 3))
-    vocabulary = DraftVocabulary.from_counts({}, size=64, vocab_size=target.vocab_size, keep_ids=range(40, 80))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Eagle3Head(config, vocabulary)
-
-
-def random_drafter(target: TargetModel) -> Any:
-    from infer.drafters import HeadDrafter
-
-    return HeadDrafter(random_head(target).bind(target.embedding_weight))
+def random_drafter(target: TargetModel, *, hybrid: bool) -> HeadDrafter:
+    return HeadDrafter(random_head(target))
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, another one, a random head for the first, and prompts."""
-    root = tmp_path_factory.mktemp("audit")
-    tokenizer = toy_tokenizer()
-    for name, seed in (("target", 0), ("other", 1)):
-        model = make_tiny_model(
-            "llama", seed=seed, vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=1, pad_token_id=1
-        )
-        model.save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
-    target = TargetModel.load(root / "target", dtype="float32")
-    reference = TargetReference(
-        name="target",
-        fingerprint=target.fingerprint,
-        num_layers=target.num_layers,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-    )
-    save_head(root / "head", random_head(target), HeadCard(target=reference))
-    rows = [("a", "abc abc abc"), ("b", "one two three four"), ("a", "x | y")]
-    lines = [json.dumps({"domain": d, "messages": [{"role": "user", "content": t}]}) for d, t in rows]
-    (root / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    return root
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    texts = [("a", "abc abc abc"), ("b", "one two three four"), ("a", "x | y")]
+    return write_folders(tmp_path_factory.mktemp("audit"), texts)
 
 
 @pytest.fixture
-def headstart_audit(monkeypatch: pytest.MonkeyPatch, folders: Path) -> Callable[..., int]:
+def headstart_audit(monkeypatch: pytest.MonkeyPatch, folders: Folders) -> Callable[..., int]:
     """The command on a few laws, faults and answers."""
     monkeypatch.setattr(equality, "SMALL_BATCHES", {2: 2, 1: 1})
     few = list(scenarios.all_scenarios())[::100]
@@ -506,19 +488,19 @@ def headstart_audit(monkeypatch: pytest.MonkeyPatch, folders: Path) -> Callable[
     def call(head: str, *arguments: str) -> int:
         parser = argparse.ArgumentParser()
         command.add_arguments(parser)
-        words = [head, "--prompts", str(folders / "prompts.jsonl"), "--device", "cpu", *arguments]
+        words = [head, "--prompts", str(folders.prompts), "--device", "cpu", *arguments]
         return command.run(parser.parse_args(words))
 
     return call
 
 
 def test_the_command_writes_a_certificate(
-    headstart_audit: Callable[..., int], folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    headstart_audit: Callable[..., int], folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A random head is not enough evidence, so the audit is not passed: status 1, in the file, on the page, on the
     terminal and, with --save, on the head's card, which can still be read."""
     outputs = ["--json", str(tmp_path / "audit.json"), "--page", str(tmp_path / "audit.html"), "--save", "--quick"]
-    assert headstart_audit(str(folders / "head"), "--target", str(folders / "target"), *outputs) == 1
+    assert headstart_audit(str(folders.head), "--target", str(folders.target), *outputs) == 1
     values = json.loads((tmp_path / "audit.json").read_text())
     assert values["passed"] is False
     assert [set(check) for check in values["checks"]] == [{"name", "passed", "detail"}] * 6
@@ -536,15 +518,15 @@ def test_the_command_writes_a_certificate(
     assert "Not passed:" in page
     assert values["checks"][2]["detail"].splitlines()[0] in page
     assert "http" not in page
-    card = json.loads((folders / "head" / CARD_FILE).read_text())
+    card = json.loads((folders.head / CARD_FILE).read_text())
     assert card["certificate"]["passed"] is False
     assert set(card["certificate"]["checks"]) == set(audit_module.CHECKS)
-    assert read_card(folders / "head").target.name == "target"
+    assert read_card(folders.head).target.name == "target"
 
 
 def test_the_command_passes_a_lookup_or_says_why_not(
     headstart_audit: Callable[..., int],
-    folders: Path,
+    folders: Folders,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -553,7 +535,7 @@ def test_the_command_passes_a_lookup_or_says_why_not(
     modest = replace(TINY, min_accepted=0, min_deep=0)
     monkeypatch.setattr(AuditSettings, "scaled", lambda num_tokens, seed: modest)
     page = tmp_path / "audit.md"
-    assert headstart_audit("ngram", "--target", str(folders / "target"), "--page", str(page)) == 0
+    assert headstart_audit("ngram", "--target", str(folders.target), "--page", str(page)) == 0
     out = capsys.readouterr().out
     assert "Passed: all 6 checks" in out.splitlines()[-1]
     assert "this draft cannot be sampled" in out
@@ -573,24 +555,23 @@ def test_the_command_passes_a_lookup_or_says_why_not(
     ],
 )
 def test_what_cannot_be_audited_is_refused(
-    headstart_audit: Callable[..., int], folders: Path, head: str, arguments: tuple[str, ...], message: str
+    headstart_audit: Callable[..., int], folders: Folders, head: str, arguments: tuple[str, ...], message: str
 ) -> None:
     """Before any check runs: above all a head of another target."""
-    head = str(folders / head) if head == "head" else head
-    words = [str(folders / word) if word in ("target", "other") else word for word in arguments]
+    words = [str(vars(folders).get(word, word)) for word in (head, *arguments)]
     with pytest.raises(ValueError, match=message):
-        headstart_audit(head, *words)
+        headstart_audit(*words)
 
 
 def test_prompts_that_do_not_fit_are_left_out() -> None:
     """And a set in which none does is refused."""
     long = EvalPrompt(domain="a", token_ids=tuple(range(3, 120)) * 3)
-    mixed = audit(
+    mixed = run_checks(
         load, knowing, prompts=lambda target: [long, *prompts(target)], settings=SMALL, checks=(FAULTS_CAUGHT,)[:0]
     )
     assert mixed.facts["settings"]["num_prompts"] == 9
     with pytest.raises(ValueError, match="at least one prompt of at most"):
-        audit(load, knowing, prompts=lambda target: [long], settings=SMALL)
+        run_checks(load, knowing, prompts=lambda target: [long], settings=SMALL)
 
 
 def test_a_page_escapes_what_a_model_may_write(tmp_path: Path) -> None:
@@ -621,7 +602,7 @@ def test_progress_is_told_of_every_check() -> None:
         def done(self, check: Check) -> None:
             events.append(f"done {check.name}")
 
-    audit(load, knowing, prompts=prompts, settings=SMALL, progress=Follow(), checks=(EQUALITY,))
+    run_checks(load, knowing, prompts=prompts, settings=SMALL, progress=Follow(), checks=(EQUALITY,))
     assert events == [f"start {EQUALITY} 500 tokens", "advance", f"done {EQUALITY}"]
 
 

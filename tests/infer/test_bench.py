@@ -19,10 +19,7 @@ from infer.bench import (
     Divergence,
     Run,
     benchmark,
-    first_difference,
     ids_hash,
-    plain_margin,
-    plain_scores,
     run_engine,
     run_stock,
 )
@@ -188,20 +185,6 @@ def test_looping_answers_are_left_out_of_the_second_table(target: TargetModel, m
     assert {row.num_prompts for row in report.without_loops} == {1}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_recomputed_scores_choose_plain_decodings_token(target: TargetModel, temperature: float) -> None:
-    """The margin is that of the decision plain decoding made: same processors, same noise, same position."""
-    params = SamplingParams(temperature=temperature, seed=11, max_tokens=10, ignore_eos=True)
-    prompt = PROMPTS[1].token_ids
-    (plain,) = Engine(target).generate([prompt], params)
-    for position in (0, 4, 9):
-        scores = plain_scores(target, prompt, plain.token_ids[:position], params)
-        assert int(scores.argmax()) == plain.token_ids[position]
-        top = scores.sort(descending=True).values
-        margin = plain_margin(target, prompt, plain.token_ids[:position], params)
-        assert margin == pytest.approx(float(top[0] - top[1]), abs=1e-6)
-
-
 def test_an_answer_that_differs_is_reported_as_a_fault(target: TargetModel) -> None:
     """A first difference with a margin beyond rounding must not pass as a near tie."""
     engine = lookup_engine(target)
@@ -213,6 +196,7 @@ def test_an_answer_that_differs_is_reported_as_a_fault(target: TargetModel) -> N
     )
     (divergence,) = inner.divergences([answers])
     assert (divergence.prompt, divergence.position, divergence.near_tie) == (1, 3, False)
+    assert divergence.margin is not None
     assert divergence.margin > 0
 
 
@@ -262,13 +246,6 @@ def test_stock_runs_leave_the_model_and_the_generator_alone(target: TargetModel)
     for lookup_tokens in (None, 4):
         stock = run_stock(target, PROMPTS[0].token_ids, greedy, lookup_tokens=lookup_tokens)
         assert stock.token_ids == plain.token_ids
-
-
-def test_first_difference() -> None:
-    """Also where one answer begins the other."""
-    assert first_difference((1, 2, 3), (1, 9, 3)) == 1
-    assert first_difference((1, 2), (1, 2, 3)) == 2
-    assert first_difference((1,), (1,)) == 1
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox", "gpt2"])

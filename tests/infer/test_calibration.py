@@ -6,15 +6,12 @@ import argparse
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from heads.checkpoint import HeadCard, TargetReference, read_card, save_head
-from heads.eagle3 import Eagle3Config, Eagle3Head
-from heads.vocab import DraftVocabulary
+from heads.checkpoint import read_card, update_card
 from infer.calibration import (
     BIN_EDGES,
     KEY,
@@ -33,7 +30,7 @@ from infer.engine import Engine
 from infer.sampling import SamplingParams
 from infer.target import TargetModel
 from infer.tree import ROOT, DraftTree, OneHot
-from tests.toy_tokenizer import toy_tokenizer
+from tests.infer.helpers import Folders, random_head, write_folders
 
 FIXED = TreeSettings(max_nodes=12, max_depth=3, branch=4, beam=2, adaptive=False)
 PROMPTS = [[5, 17, 3], [9, 9, 8, 7, 9, 9, 8], list(range(20, 60)), [4], [8, 8], [30, 31, 32]]
@@ -42,14 +39,6 @@ PROMPTS = [[5, 17, 3], [9, 9, 8, 7, 9, 9, 8], list(range(20, 60)), [4], [8, 8], 
 @pytest.fixture(scope="module")
 def target(tiny_model: Callable[..., Any]) -> TargetModel:
     return TargetModel.wrap(tiny_model("llama"))
-
-
-def random_head(target: TargetModel) -> Eagle3Head:
-    config = Eagle3Config.for_target(target.config, draft_vocab_size=64, vocab_size=target.vocab_size, taps=(1, 2, 3))
-    vocabulary = DraftVocabulary.from_counts({}, size=64, vocab_size=target.vocab_size, keep_ids=range(1, 128, 2))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Eagle3Head(config, vocabulary).bind(target.embedding_weight)
 
 
 def planted(share_map: ShareMap, count: int) -> list[Observation]:
@@ -239,38 +228,21 @@ def test_too_little_to_calibrate_on_is_refused(target):
 
 
 @pytest.fixture(scope="module")
-def folders(tiny_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny target with a byte tokenizer, a random head for it, and four prompts."""
-    root = tmp_path_factory.mktemp("calibration")
-    tokenizer = toy_tokenizer()
-    model = tiny_model("llama", vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=1, pad_token_id=1)
-    model.save_pretrained(root / "target")
-    tokenizer.save_pretrained(root / "target")
-    target = TargetModel.load(root / "target", dtype="float32")
-    reference = TargetReference(
-        name="target",
-        fingerprint=target.fingerprint,
-        num_layers=target.num_layers,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-    )
-    save_head(root / "head", random_head(target), HeadCard(target=reference, drafter={"max_nodes": 7}))
-    rows = [("a", "abc abc"), ("b", "one two"), ("a", "x"), ("b", "y z")]
-    lines = [json.dumps({"domain": d, "messages": [{"role": "user", "content": t}]}) for d, t in rows]
-    (root / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    return {"target": root / "target", "head": root / "head", "prompts": root / "prompts.jsonl"}
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    texts = [("a", "abc abc"), ("b", "one two"), ("a", "x"), ("b", "y z")]
+    return write_folders(tmp_path_factory.mktemp("calibration"), texts, drafter={"max_nodes": 7})
 
 
-def run_command(folders: dict[str, Path], *arguments: str) -> int:
+def run_command(folders: Folders, *arguments: str) -> int:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    common = ["--target", str(folders["target"]), "--prompts", str(folders["prompts"]), "--dtype", "float32"]
+    common = ["--target", str(folders.target), "--prompts", str(folders.prompts), "--dtype", "float32"]
     return command.run(parser.parse_args([*common, "--max-tokens", "16", *arguments]))
 
 
 def test_the_command_writes_the_card_and_drafters_read_it(folders, tmp_path, capsys):
     """A dry run leaves the card alone; a run adds the calibration to the other settings; heads load with it."""
-    head, target = str(folders["head"]), TargetModel.load(folders["target"], dtype="float32")
+    head, target = str(folders.head), TargetModel.load(folders.target, dtype="float32")
     assert run_command(folders, head, "--dry-run") == 0
     assert read_card(head).drafter == {"max_nodes": 7}
     assert load_drafter(head, target, hybrid=False).calibration is None
@@ -285,6 +257,17 @@ def test_the_command_writes_the_card_and_drafters_read_it(folders, tmp_path, cap
         drafter = load_drafter(head, target, hybrid=hybrid)
         drafter = drafter.drafters[0] if isinstance(drafter, HybridDrafter) else drafter
         assert drafter.calibration == Calibration.from_card(card.drafter)
+
+
+def test_the_command_replaces_a_broken_calibration(folders):
+    """The error that a broken one raises elsewhere says to run the command again."""
+    broken = {"max_nodes": 7, KEY: {"maps": "x"}}
+    update_card(folders.head, drafter=broken)
+    with pytest.raises(ValueError, match="run headstart calibrate again"):
+        load_drafter(folders.head, TargetModel.load(folders.target, dtype="float32"))
+    assert run_command(folders, str(folders.head), "--temperature", "0") == 0
+    assert set(read_card(folders.head).drafter[KEY]) == {"maps"}
+    assert Calibration.from_card(read_card(folders.head).drafter) is not None
 
 
 def test_the_command_needs_a_head(folders):

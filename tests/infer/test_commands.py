@@ -4,64 +4,29 @@ head."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import headstart
-from heads.checkpoint import HeadCard, TargetReference, save_head
-from heads.eagle3 import Eagle3Config, Eagle3Head
-from heads.vocab import DraftVocabulary
 from infer.cli import common
 from infer.cli.generate import accepted_text
 from infer.drafters.base import TreeSettings
 from infer.request import Completion
-from infer.target import TargetModel
+from tests.infer.helpers import Folders, write_folders
 from tests.toy_tokenizer import toy_tokenizer
 
 SEEDED = ["--temperature", "0.9", "--seed", "5"]
 FIXED = ["--dtype", "float32", "--no-adaptive"]
 
 
-@dataclass(frozen=True)
-class Folders:
-    target: Path
-    head: Path
-    prompts: Path
-
-
 @pytest.fixture(scope="module")
-def folders(tiny_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """A tiny target with a byte tokenizer, a random head for it whose card asks for small trees, and three
-    prompts."""
-    root = tmp_path_factory.mktemp("commands")
-    tokenizer = toy_tokenizer()
-    model = tiny_model("llama", vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=1, pad_token_id=1)
-    model.save_pretrained(root / "target")
-    tokenizer.save_pretrained(root / "target")
-    target = TargetModel.load(root / "target", dtype="float32")
-    config = Eagle3Config.for_target(target.config, draft_vocab_size=64, vocab_size=target.vocab_size)
-    vocabulary = DraftVocabulary.from_counts({}, size=64, vocab_size=target.vocab_size, keep_ids=range(40, 80))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        head = Eagle3Head(config, vocabulary)
-    reference = TargetReference(
-        name="target",
-        fingerprint=target.fingerprint,
-        num_layers=target.num_layers,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-    )
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """The head's card asks for small trees."""
+    texts = [("a", "abc abc abc"), ("b", "one two three four"), ("a", "x")]
     drafter = {"max_nodes": 7, "max_depth": 3, "note": "not a tree setting"}
-    save_head(root / "head", head, HeadCard(target=reference, drafter=drafter))
-    rows = [("a", "abc abc abc"), ("b", "one two three four"), ("a", "x")]
-    lines = [json.dumps({"domain": d, "messages": [{"role": "user", "content": t}]}) for d, t in rows]
-    (root / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    return Folders(target=root / "target", head=root / "head", prompts=root / "prompts.jsonl")
+    return write_folders(tmp_path_factory.mktemp("commands"), texts, drafter=drafter)
 
 
 def generate(folders: Folders, tmp_path: Path, *arguments: str, head: str | None = None) -> list[dict[str, Any]]:
@@ -313,3 +278,32 @@ def test_generate_with_the_real_target(smollm2_path: Path, tmp_path: Path) -> No
         assert answers[0]["token_ids"] == answers[1]["token_ids"]
         assert answers[0]["text"] == answers[1]["text"]
         assert answers[1]["accepted_lengths"] == [1] * 16 or answers[1]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "bench", "audit", "calibrate", "profile"])
+@pytest.mark.parametrize("where", ["a folder", "below a file"])
+def test_an_output_that_cannot_be_written_is_told_before_the_work(
+    command: str, where: str, folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Minutes of measuring must not end in a result that has nowhere to go."""
+    (tmp_path / "file").write_text("")
+    path = tmp_path if where == "a folder" else tmp_path / "file" / "out.json"
+    with pytest.raises(SystemExit) as stopped:
+        headstart.main([command, str(folders.head), "--target", "no-such-target", "--json", str(path)])
+    assert stopped.value.code == 2
+    assert "--json" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("rule", ["typical", "recursive", "match"])
+def test_measurements_say_what_their_answers_promise(
+    rule: str, folders: Folders, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Differences of a rule that keeps no seed are not put down to rounding, and a lossy one is called that."""
+    common = [str(folders.head), "--target", str(folders.target), "--rule", rule, "--temperature", "1"]
+    sizes = ["--prompts", str(folders.prompts), "--max-tokens", "8", "--dtype", "bfloat16"]
+    for command in ("eval", ["bench", "--methods", "plain", "headstart"]):
+        name, *options = [command] if isinstance(command, str) else command
+        assert headstart.main([name, *common, *sizes, "--no-adaptive", *options]) == 0
+        output = capsys.readouterr().out
+        assert ("NOT lossless" in output) == (rule == "typical")
+        assert ("literal equality" in output) <= (rule == "match")

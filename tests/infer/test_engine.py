@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import gc
 import random
+from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from infer.cost import CostModel
-from infer.drafters import HybridDrafter, NgramDrafter, ScriptedDrafter, TreeSettings
+from infer.drafters import HeadDrafter, HybridDrafter, NgramDrafter, ScriptedDrafter, TreeSettings
 from infer.drafters.scripted import replay
 from infer.engine import Engine
+from infer.proof.statistics import chi_square_tail
 from infer.rows import RowGroup
-from infer.sampling import SamplingParams
+from infer.sampling import SamplingError, SamplingParams
 from infer.target import TargetModel
-from infer.tree import ROOT, Coupled, DraftTree, OneHot, Sampled
+from infer.tree import ROOT, Coupled, DraftTree, GreedySet, OneHot, Sampled
+from tests.infer.helpers import plain_ids as plain
+from tests.infer.helpers import random_head, random_tree, sampling
 
 PROMPTS = [[5, 17, 3], [9, 9, 8, 7, 9, 9, 8], list(range(20, 60)), [4]]
 FIXED = TreeSettings(max_nodes=32, max_depth=8, adaptive=False)
@@ -26,41 +31,6 @@ FIXED = TreeSettings(max_nodes=32, max_depth=8, adaptive=False)
 @pytest.fixture(scope="module")
 def target(tiny_model) -> TargetModel:
     return TargetModel.wrap(tiny_model("llama"))
-
-
-def sampling(temperature: float = 0.0, **changes) -> SamplingParams:
-    return SamplingParams(**{"temperature": temperature, "seed": 3, "max_tokens": 24, "ignore_eos": True, **changes})
-
-
-def plain(target: TargetModel, prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
-    return Engine(target).generate([prompt], params)[0].token_ids
-
-
-def random_tree(rng: random.Random, vocab_size: int, limit, right: list[int] | tuple[int, ...]) -> DraftTree:
-    """A random tree that holds the right continuation with some probability, as any child."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    on_path = {ROOT: 0}
-    for _ in range(rng.randint(0, min(12, limit.max_nodes))):
-        candidates = [node for node in range(-1, len(tokens)) if _depth(parents, node) < limit.max_depth]
-        if not candidates:
-            break
-        parent = rng.choice(candidates)
-        depth = on_path.get(parent)
-        token = rng.randrange(vocab_size)
-        if depth is not None and depth < len(right) and rng.random() < 0.6:
-            token = right[depth]
-        if any(p == parent and t == token for p, t in zip(parents, tokens, strict=True)):
-            continue
-        tokens.append(token)
-        parents.append(parent)
-        if depth is not None and depth < len(right) and token == right[depth]:
-            on_path[len(tokens) - 1] = depth + 1
-    return DraftTree(tokens=tuple(tokens), parents=tuple(parents), kind=OneHot())
-
-
-def _depth(parents: list[int], node: int) -> int:
-    return 0 if node == ROOT else 1 + _depth(parents, parents[node])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -194,29 +164,6 @@ def test_no_end_token_configured(tiny_model):
     assert target.eos_ids == frozenset()
     (completion,) = Engine(target, NgramDrafter(), tree=FIXED).generate([PROMPTS[1]], sampling(ignore_eos=False))
     assert (len(completion.token_ids), completion.finish_reason) == (24, "length")
-
-
-def test_penalties_and_min_tokens_count_tokens_not_steps(target):
-    """With a perfect draft, history-dependent processors see every token of a block, not its last one."""
-    for changes in (
-        {"frequency_penalty": 1.5},
-        {"presence_penalty": 1.5},
-        {"repetition_penalty": 1.3},
-        {"no_repeat_ngram_size": 2},
-        {"min_tokens": 12, "ignore_eos": False},
-        {"bad_words": ((5, 6), (7,))},
-        {"logit_bias": {5: 4.0, 9: -100.0}},
-        {"top_k": 5},
-        {"top_p": 0.7},
-        {"min_p": 0.1},
-    ):
-        for temperature in (0.0, 1.0):
-            params = sampling(temperature, **changes)
-            answer = plain(target, PROMPTS[1], params)
-            engine = Engine(target, ScriptedDrafter(replay(answer, depth=5)), tree=FIXED)
-            (completion,) = engine.generate([PROMPTS[1]], params)
-            assert completion.token_ids == answer
-            assert len(answer) < 6 or max(completion.accepted_lengths) == 6
 
 
 def test_top_k_one_is_greedy_and_seeds_matter_only_when_sampling(target):
@@ -412,9 +359,7 @@ def test_token_rejection_follows_the_target_through_the_engine(tiny_model):
     cells = expected > 4
     chi_square = (((counts - expected) ** 2 / expected)[cells]).sum().item()
     degrees = int(cells.sum())
-    # Wilson-Hilferty bound of the chi-square quantile at 0.999.
-    bound = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
-    assert chi_square < bound
+    assert chi_square_tail(chi_square, degrees) > 1e-3
     assert any(length > 1 for completion in completions for length in completion.accepted_lengths)
 
 
@@ -463,6 +408,62 @@ def test_a_request_that_bans_every_token_fails_alone(target):
     assert fine.token_ids == plain(target, [6, 7, 8], sampling())
 
 
+@pytest.mark.parametrize("rule", ["match", "token", "block", "recursive", "traversal", "greedy_set", "typical"])
+def test_a_dead_end_behind_a_draft_leaves_the_law_as_it_is(rule, target):
+    """Three tokens may be written, and nothing after the first of them: that one still comes as often as it should.
+
+    (Once a draft that ran into the dead end was verified again without it, which shunned the tokens that lead there:
+    30 % instead of 50 %.) 2,000 answers: a count 5 standard deviations off happens once in 10^6 runs.
+    """
+    allowed, dead = (3, 4, 5), 3
+    outside = [token for token in range(target.vocab_size) if token not in allowed]
+    params = [
+        sampling(
+            1.0,
+            seed=seed,
+            rule=rule,
+            max_tokens=3,
+            logit_bias=dict.fromkeys(outside, float("-inf")),
+            bad_words=[(dead, token) for token in allowed],
+            ignore_eos=True,
+        )
+        for seed in range(2000)
+    ]
+    draft_probs = torch.zeros(target.vocab_size)
+    draft_probs[list(allowed)] = torch.tensor([0.5, 0.3, 0.2])
+
+    def script(request, limit):
+        kinds = {"greedy_set": GreedySet(draft_probs={ROOT: draft_probs})}
+        if rule in ("match", "typical"):
+            return DraftTree.chain((dead,))
+        token = random.Random(request.seed).choices(allowed, [0.5, 0.3, 0.2])[0]
+        return DraftTree.chain((token,), kinds.get(rule, Sampled(draft_probs={ROOT: draft_probs})))
+
+    # The prefill draws the first token; the draft is for the second, which leads to the dead end or ends the answer.
+    engine = Engine(target, ScriptedDrafter(script), cost=CostModel.free(), max_requests=64)
+    answers = engine.generate([[9, 9]] * len(params), params)
+    counts = Counter(answer.token_ids[:2] for answer in answers)
+    assert all((answer.error is not None) == (dead in answer.token_ids[:2]) for answer in answers)
+    assert all(
+        answer.token_ids.index(dead) == len(answer.token_ids) - 1 for answer in answers if dead in answer.token_ids
+    )
+    for first in (4, 5):
+        seconds = {token: counts[(first, token)] for token in allowed}
+        total = sum(seconds.values())
+        with target.stock() as model:
+            row = model(torch.tensor([[9, 9, first]])).logits[0, -1][list(allowed)].softmax(-1)
+        if rule != "typical":  # which keeps no law, but must not crash
+            for token, share in zip(allowed, row.tolist(), strict=True):
+                assert abs(seconds[token] - total * share) < 5 * (total * share * (1 - share)) ** 0.5 + 1
+
+
+def test_a_stream_that_runs_into_a_dead_end_says_so(target):
+    """An error must not look like the end of an answer."""
+    banned = sampling(logit_bias=dict.fromkeys(range(target.vocab_size), float("-inf")))
+    with pytest.raises(SamplingError, match="leave no token"):
+        list(Engine(target).stream([3, 4, 5], banned))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_preempted_requests_resume_with_the_same_tokens(temperature, target):
     """Slots are taken away at random moments, from any request: positions, hence noise, are those of the text."""
@@ -509,26 +510,6 @@ def test_samples_of_a_prompt_are_independent_and_reproducible(target):
     assert len({each.token_ids for each in unseeded}) == 3
 
 
-def test_log_probabilities_are_the_targets_own(target):
-    """Of emitted tokens and alternatives, under raw logits, though temperature and penalties drew them."""
-    params = sampling(0.8, seed=3, logprobs=3, frequency_penalty=0.5, max_tokens=20, ignore_eos=True)
-    (bare,) = Engine(target).generate([[3, 4, 5]], params)
-    right = bare.token_ids
-    engine = Engine(target, ScriptedDrafter(lambda r, limit: DraftTree.chain(right[len(r.output_ids) :][:4])))
-    (drafted,) = engine.generate([[3, 4, 5]], params)
-    assert drafted.token_ids == right
-    with target.stock() as model:
-        rows = model(torch.tensor([[3, 4, 5, *right]])).logits[0, 2:-1].log_softmax(-1)
-    for completion in (bare, drafted):
-        assert completion.logprobs is not None
-        assert [each.token_id for each in completion.logprobs] == list(right)
-        for row, each in zip(rows, completion.logprobs, strict=True):
-            assert each.logprob == pytest.approx(float(row[each.token_id]), abs=1e-4)
-            values, ids = row.topk(3)
-            assert [token for token, _ in each.top] == ids.tolist()
-            assert [value for _, value in each.top] == pytest.approx(values.tolist(), abs=1e-4)
-
-
 def test_each_request_has_the_rule_it_asks_for(target):
     """In one batch: the engine's rule, another's, and a lossy one, each marked with what it kept."""
     engine = Engine(target, ScriptedDrafter(lambda request, limit: DraftTree.chain((5,))))
@@ -555,6 +536,39 @@ def test_observers_see_every_tree_before_its_tokens_are_emitted(target):
     (answer,) = engine.generate([[3, 4, 5]], sampling(max_tokens=9, ignore_eos=True))
     assert [start for start, _ in seen] == list(accumulate(answer.accepted_lengths, initial=0))[:-1]
     assert [token for _, tokens in seen for token in tokens][:9] == list(answer.token_ids)
+
+
+@pytest.mark.parametrize("how", ["abort", "error"])
+def test_text_held_back_is_let_out_when_a_request_ends_early(how, smollm2_path, tiny_model):
+    """The first byte of a character: nothing is shown while it runs, a replacement sign once it can never be whole."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
+    first_byte = next(i for i in range(300) if tokenizer.decode([i]) == "\ufffd")
+    target = TargetModel.wrap(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+    others = [token for token in range(len(tokenizer)) if token != first_byte]
+    bias = dict.fromkeys(others, float("-inf"))
+    dead = [(first_byte, first_byte)] if how == "error" else []
+    engine = Engine(target)
+    (request,) = engine.submit([[3, 4]], sampling(logit_bias=bias, bad_words=dead, max_tokens=4))
+    engine.step()
+    engine.abort([request])
+    answer = request.completion()
+    assert answer.finish_reason == how
+    assert set(answer.token_ids) == {first_byte}
+    assert answer.text == tokenizer.decode(answer.token_ids)
+    assert answer.seconds > 0
+
+
+def test_no_prompts_have_no_answers(target):
+    for drafter in (None, NgramDrafter(), HybridDrafter([HeadDrafter(random_head(target)), NgramDrafter()])):
+        engine = Engine(target, drafter)
+        assert engine.generate([], sampling()) == []
+        assert engine.generate([[3, 4]], sampling())[0].token_ids == plain(target, [3, 4], sampling())
+
+
+def test_more_alternatives_than_the_vocabulary_has(tiny_model):
+    small = TargetModel.wrap(tiny_model("llama", vocab_size=16))
+    (answer,) = Engine(small).generate([[3, 4]], sampling(logprobs=20, max_tokens=2))
+    assert len(answer.logprobs[0].top) == 16
 
 
 def test_a_stream_that_is_left_ends_no_other(target):

@@ -20,7 +20,7 @@ from infer.fixed import CHUNK, MAX_TREE_DEPTH, forwards, split
 from infer.rows import RowGroup, tree_group
 from infer.sampling import SamplingParams
 from infer.target import TargetModel
-from tests.infer.test_engine import random_tree
+from tests.infer.helpers import random_tree
 
 WIDTH = 16
 KINDS = ("llama", "qwen3", "gemma2", "gemma3", "gpt2")
@@ -170,6 +170,7 @@ def test_rows_are_cut_into_forwards_in_order(tiny_model):
     [
         ({"exactness": "bitwise", "tree": TreeSettings(max_depth=17)}, "at most 16 deep"),
         ({"exactness": "bitwise", "row_width": 12}, "multiple of 8"),
+        ({"exactness": "bitwise", "row_width": "16"}, "multiple of 8"),
         ({"row_width": 16}, "only exactness 'bitwise'"),
         ({"exactness": "bitwise", "rule": "token"}, "less than the 'bitwise' asked for"),
         ({"exactness": "exact"}, "unknown"),

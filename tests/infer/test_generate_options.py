@@ -147,7 +147,7 @@ def test_constraints_from_files_and_texts(folder: Path, tmp_path: Path) -> None:
         (["--regex", "a", "--ignore-eos"], "regex and ignore_eos exclude each other"),
         (["--n", "0"], "n must be an integer of at least 1"),
         (["--logit-bias", "999=1"], "logit_bias holds ids outside the vocabulary: [999]"),
-        (["--logit-bias", "3=inf"], "numbers below infinity"),
+        (["--logit-bias", "3=inf"], "numbers up to 1e+30"),
         (["--row-width", "16"], "row_width"),
         (["--exactness", "seed", "--rule", "typical"], "rule 'typical' gives exactness 'lossy'"),
     ],

@@ -21,7 +21,7 @@ from infer.grammar import Constraint, Grammars
 from infer.sampling import Processor, SamplingError, SamplingParams
 from infer.target import TargetModel
 from infer.tree import DraftTree, OneHot, Sampled
-from tests.infer.test_engine import random_tree
+from tests.infer.helpers import plain, random_tree, sampling
 from tests.toy_tokenizer import toy_tokenizer
 
 EOS = 2
@@ -380,14 +380,6 @@ def test_min_tokens_keeps_a_text_open(grammars):
 # In the engine.
 
 
-def sampling(temperature: float, **changes: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": temperature, "seed": 3, "max_tokens": 24, **changes})
-
-
-def plain(target: TargetModel, prompt: list[int], params: SamplingParams) -> Any:
-    return Engine(target).generate([prompt], params)[0]
-
-
 def letters(request: Any, limit: Any) -> DraftTree:
     """A hostile draft: never a digit, and an end token too early."""
     return DraftTree.chain((350, 351, EOS, 352)[: limit.max_depth])
@@ -528,6 +520,7 @@ def test_a_complete_text_before_min_tokens_fails_alone(rule, temperature, target
             assert re.fullmatch("[0-9]*", completion.text)
         if rule == "match":
             assert alone.token_ids == expected.token_ids
+            assert second.token_ids == cut_short.token_ids
             assert cut_short.token_ids[: len(second.token_ids)] == second.token_ids
 
 

@@ -8,36 +8,27 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from heads.eagle3 import Eagle3Config, Eagle3Head
-from heads.vocab import DraftVocabulary
+from heads.eagle3 import Eagle3Head
 from infer.drafters import HeadDrafter, HybridDrafter, NgramDrafter, RecordingDrafter, TreeSettings
 from infer.drafters.base import DraftLimit
 from infer.drafters.head import _DRAFT_DOMAIN
 from infer.engine import Engine
 from infer.noise import gumbel, noise_key
+from infer.proof.statistics import chi_square_tail
 from infer.request import Request
 from infer.sampling import SamplingParams
 from infer.target import TargetModel
 from infer.tree import ROOT, Coupled, DraftTree, GreedySet, OneHot, Sampled
+from tests.infer.helpers import random_head
 
+FALSE_ALARM = 1e-3
+"""A right drafter fails one of these tests of chance in a thousand."""
 PROMPTS = [[5, 17, 3], [9, 9, 8, 7, 9, 9, 8], list(range(20, 60)), [4]]
 
 
 @pytest.fixture(scope="module")
 def target(tiny_model) -> TargetModel:
     return TargetModel.wrap(tiny_model("llama"))
-
-
-def random_head(target: TargetModel, *, seed: int = 0, draft_vocab_size: int = 64) -> Eagle3Head:
-    config = Eagle3Config.for_target(
-        target.config, draft_vocab_size=draft_vocab_size, vocab_size=target.vocab_size, taps=(1, 2, 3)
-    )
-    vocabulary = DraftVocabulary.from_counts(
-        {token: 1 for token in range(1, target.vocab_size, 2)}, size=draft_vocab_size, vocab_size=target.vocab_size
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Eagle3Head(config, vocabulary).bind(target.embedding_weight)
 
 
 def fresh_logits(head: Eagle3Head, target: TargetModel, tokens: list[int]) -> torch.Tensor:
@@ -240,8 +231,7 @@ def test_children_are_drawn_from_the_very_q_that_is_handed_over(target, rule, dt
     for request, tree, round_index in seen:
         for node, probs in tree.kind.draft_probs.items() if len(tree) else ():
             inside = probs[head.target_ids]
-            identity = (request.seed, request.sample, request.attempt, round_index)
-            key = noise_key(_DRAFT_DOMAIN, *identity, node - ROOT)
+            key = noise_key(_DRAFT_DOMAIN, *request.identity, round_index, node - ROOT)
             ranked = inside.log() + gumbel(key, len(inside))
             num_fixed = 2 if rule == "greedy_set" else 0
             fixed = inside.topk(num_fixed).indices
@@ -254,11 +244,6 @@ def test_children_are_drawn_from_the_very_q_that_is_handed_over(target, rule, dt
 
 def small_target(tiny_model: Callable) -> TargetModel:
     return TargetModel.wrap(tiny_model("llama", vocab_size=8, eos_token_id=None, pad_token_id=None, bos_token_id=None))
-
-
-def chi_square_bound(degrees: int) -> float:
-    """Wilson-Hilferty bound of the chi-square quantile at 0.999: a right drafter fails one run in a thousand."""
-    return degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
 
 
 def transformed_draws(tree: DraftTree, chance: torch.Generator, *, sharpen: float = 1.0) -> list[float]:
@@ -283,20 +268,20 @@ def transformed_draws(tree: DraftTree, chance: torch.Generator, *, sharpen: floa
 
 
 def uniformity(seen: Seen, *, sharpen: float = 1.0) -> tuple[float, float]:
-    """Chi-square of the transformed draws in 20 cells, and of pairs two apart (the same place in two nodes' lists,
-    where a list has one or two) in 25."""
+    """Chance of a chi-square as large as that of the transformed draws in 20 cells, and of pairs two apart (the same
+    place in two nodes' lists, where a list has one or two) in 25."""
     chance = torch.Generator().manual_seed(0)
     trees = [tree for _, tree, _ in seen if len(tree)]
     numbers = torch.tensor([x for tree in trees for x in transformed_draws(tree, chance, sharpen=sharpen)])
     cells = (numbers[:-2] * 5).long() * 5 + (numbers[2:] * 5).long()
     counted = (numbers * 20).long().bincount(minlength=20).double(), cells.bincount(minlength=25).double()
     single, pairs = (float(((counts - counts.mean()) ** 2 / counts.mean()).sum()) for counts in counted)
-    return single, pairs
+    return chi_square_tail(single, 19), chi_square_tail(pairs, 24)
 
 
 @pytest.mark.parametrize("rule", ["token", "recursive", "greedy_set"])
 def test_draws_follow_the_q_handed_over(tiny_model, monkeypatch, rule):
-    """Chi-square at 1e-3, seeds fixed. The test sees its own planted faults: a q that is sharpened to the power 1.5,
+    """Chi-square, seeds fixed. The test sees its own planted faults: a q that is sharpened to the power 1.5,
     and noise that the nodes of a round share."""
     target = small_target(tiny_model)
     drafter = HeadDrafter(random_head(target, draft_vocab_size=4))
@@ -311,16 +296,16 @@ def test_draws_follow_the_q_handed_over(tiny_model, monkeypatch, rule):
 
     seen = collect()
     single, pairs = uniformity(seen)
-    assert single < chi_square_bound(19)
-    assert pairs < chi_square_bound(24)
-    assert uniformity(seen, sharpen=1.5)[0] > chi_square_bound(19)
+    assert single > FALSE_ALARM
+    assert pairs > FALSE_ALARM
+    assert uniformity(seen, sharpen=1.5)[0] < FALSE_ALARM
 
     def shared_noise(growth):
         noise = gumbel(noise_key(growth.request.seed, len(growth.request.accepted_lengths)), 4)
         return noise.expand(len(growth.frontier), 4)
 
     monkeypatch.setattr(drafter, "_fresh_noise", shared_noise)
-    assert uniformity(collect())[1] > chi_square_bound(24)
+    assert uniformity(collect())[1] < FALSE_ALARM
 
 
 def test_draws_end_with_the_support_of_q(target):
@@ -344,8 +329,8 @@ def test_draws_end_with_the_support_of_q(target):
 def test_rejection_rules_follow_the_target_with_a_real_head(tiny_model, rule):
     """The joint of the two tokens after the prefill's equals the target's, through the whole engine.
 
-    V = 8, 1,500 requests, chi-square at 1e-3 over the cells that expect more than 4: a right engine fails one run in a
-    thousand, and the seeds are fixed. The head is random and knows half of the vocabulary, so it is often rejected.
+    V = 8, 1,500 requests, chi-square over the cells that expect more than 4, seeds fixed. The head is random and knows
+    half of the vocabulary, so it is often rejected.
     """
     target = small_target(tiny_model)
     drafter = HeadDrafter(random_head(target, draft_vocab_size=4))
@@ -363,7 +348,7 @@ def test_rejection_rules_follow_the_target_with_a_real_head(tiny_model, rule):
     expected = torch.einsum("x,xy,xyz->yz", first, second, third) * len(params)
     cells = expected > 4
     found = (((counts - expected) ** 2 / expected)[cells]).sum().item()
-    assert found < chi_square_bound(int(cells.sum()))
+    assert chi_square_tail(found, int(cells.sum())) > FALSE_ALARM
     lengths = {length for completion in completions for length in completion.accepted_lengths[1:]}
     assert lengths == {1, 2, 3}
 

@@ -12,7 +12,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,10 +22,11 @@ import torch
 from infer.drafters import ScriptedDrafter, TreeSettings
 from infer.engine import Engine
 from infer.request import Completion, Request
-from infer.sampling import SamplingParams, process_logits
+from infer.sampling import Processor, SamplingParams
 from infer.target import TargetModel
 from infer.tree import ROOT, DraftTree, OneHot
-from tests.infer.test_engine import random_tree
+from tests.infer import helpers
+from tests.infer.helpers import plain, plain_ids, random_tree
 from tests.toy_tokenizer import toy_tokenizer
 
 EOS = 1
@@ -122,6 +123,10 @@ CASES: dict[str, Case] = {
 }
 
 
+RANDOM_ONLY = ("temperature", "top_k", "top_p", "min_p", "seed", "n", "exactness", "rule")
+"""Cases whose parameters do nothing to a greedy request, or are about the law of random ones."""
+
+
 @pytest.fixture(scope="module")
 def target(tiny_model) -> TargetModel:
     tokenizer = toy_tokenizer()
@@ -130,12 +135,7 @@ def target(tiny_model) -> TargetModel:
 
 
 def sampling(**changes: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 1.0, "seed": 3, "max_tokens": 24, **changes})
-
-
-def plain(target: TargetModel, prompt: list[int], params: SamplingParams) -> list[Completion]:
-    """Plain decoding alone: without drafts, neighbours, or anything said about exactness."""
-    return Engine(target).generate([prompt], params)
+    return helpers.sampling(**{"temperature": 1.0, "ignore_eos": False, **changes})
 
 
 def drafter(target: TargetModel, how: str, answers: Sequence[Completion]) -> ScriptedDrafter | None:
@@ -189,20 +189,31 @@ def test_every_parameter_has_a_case() -> None:
 def test_a_parameter_has_its_effect_and_no_other(name: str, how: str, batch: str, target: TargetModel) -> None:
     """The answer differs from the default's, passes the case's own check, and is that of plain decoding alone; the
     neighbours' answers are those that they get alone."""
+    check_case(target, CASES[name], how, NEIGHBOURS if batch == "mixed" else ())
+
+
+@pytest.mark.parametrize("how", ["chain", "tree"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in RANDOM_ONLY])
+def test_a_parameter_has_its_effect_on_greedy_requests(name: str, how: str, target: TargetModel) -> None:
+    """The same at temperature 0, where a step's argmax sees every token of the block before it."""
     case = CASES[name]
+    check_case(target, replace(case, context={**case.context, "temperature": 0.0}), how, NEIGHBOURS)
+
+
+def check_case(
+    target: TargetModel, case: Case, how: str, neighbours: Sequence[tuple[list[int], dict[str, Any]]]
+) -> None:
     (base,) = Engine(target, **case.engine).generate([PROMPT], sampling(**case.context))
     changes = case.changes(base) if callable(case.changes) else case.changes
     params = sampling(**{**case.context, **changes})
-    expected = plain(target, PROMPT, params)
+    expected = Engine(target).generate([PROMPT], params)
 
-    num_neighbours = len(NEIGHBOURS) if batch == "mixed" else 0
     exactness = {"exactness": "seed"} if case.engine else {}
-    prompts = [PROMPT, *(prompt for prompt, _ in NEIGHBOURS[:num_neighbours])]
-    each = [params, *(sampling(**other, **exactness) for _, other in NEIGHBOURS[:num_neighbours])]
-    others = [plain(target, prompt, one)[0] for prompt, one in zip(prompts[1:], each[1:], strict=True)]
-    known = [*expected, *others]
+    prompts = [PROMPT, *(prompt for prompt, _ in neighbours)]
+    each = [params, *(sampling(**other, **exactness) for _, other in neighbours)]
+    others = [plain(target, prompt, one) for prompt, one in zip(prompts[1:], each[1:], strict=True)]
 
-    engine = Engine(target, drafter(target, how, known), tree=TREE, max_requests=8, **case.engine)
+    engine = Engine(target, drafter(target, how, [*expected, *others]), tree=TREE, max_requests=8, **case.engine)
     completions = engine.generate(prompts, each)
     answers = completions[: params.n]
     assert told(answers) == told(expected)
@@ -223,12 +234,11 @@ def test_log_probabilities_are_the_targets_own(how: str, num_top: int, target: T
     """Those of the stock model's logits, whatever the request makes of them, one entry a token, also where the answer
     ends inside a block; 1e-4 is far above the rounding of float32."""
     filters = {"temperature": 0.5, "top_k": 30, "repetition_penalty": 1.3, "logit_bias": {99: 5.0}}
-    stop = plain(target, PROMPT, sampling(**filters))[0].token_ids[16]
-    params = sampling(**filters, logprobs=num_top, stop_token_ids=(stop,))
+    known = plain(target, PROMPT, sampling(**filters))  # the drafts, which go on beyond the end
+    params = sampling(**filters, logprobs=num_top, stop_token_ids=(known.token_ids[16],))
     expected = plain(target, PROMPT, params)
-    known = plain(target, PROMPT, sampling(**filters))  # so that drafts go on beyond the end
-    (answer,) = Engine(target, drafter(target, how, known), tree=TREE).generate([PROMPT], params)
-    assert told([answer]) == told(expected)
+    (answer,) = Engine(target, drafter(target, how, [known]), tree=TREE).generate([PROMPT], params)
+    assert told([answer]) == told([expected])
     assert answer.finish_reason == "stop"
     with target.stock() as model, torch.inference_mode():
         logits = model(input_ids=torch.tensor([[*PROMPT, *answer.token_ids]]), use_cache=False).logits[0]
@@ -253,8 +263,9 @@ def test_bans_follow_each_branch_of_a_tree(temperature: float, target: TargetMod
     params = sampling(
         temperature=temperature, bad_words=((first, second),), no_repeat_ngram_size=2, max_tokens=16, ignore_eos=True
     )
-    answer = plain(target, PROMPT, params)[0].token_ids
+    answer = plain_ids(target, PROMPT, params)
     banned: Counter[bool] = Counter()
+    alone = Processor(params, prompt_ids=PROMPT, eos_ids=target.eos_ids, vocab_size=target.vocab_size)
 
     def script(request: Request, limit: Any) -> DraftTree:
         right = answer[len(request.output_ids) :]
@@ -270,10 +281,7 @@ def test_bans_follow_each_branch_of_a_tree(temperature: float, target: TargetMod
         for node in range(ROOT, len(tree)):
             path = [*request.output_ids, *(tree.tokens[step] for step in tree.path(node))]
             scores = law.scores(node)
-            expected = process_logits(
-                law.logits[node + 1], params, prompt_ids=PROMPT, output_ids=path, eos_ids=target.eos_ids
-            )
-            assert torch.equal(scores, expected)
+            assert torch.equal(scores, alone.scores(law.logits[node + 1], path))
             context = [*PROMPT, *path]
             assert bool(torch.isneginf(scores[second])) >= (context[-1] == first)
             pairs = list(pairwise(context))
@@ -300,11 +308,11 @@ def test_a_bias_stays_with_its_request(seed: int, target: TargetModel) -> None:
     for number in range(12):
         prompt = [rng.randrange(4, 200) for _ in range(rng.randint(1, 9))]
         free = sampling(temperature=rng.choice([0.0, 0.8, 1.0]), seed=number, max_tokens=rng.randint(4, 24))
-        token = rng.choice(plain(target, prompt, free)[0].token_ids)
+        token = rng.choice(plain_ids(target, prompt, free))
         params = sampling(
             temperature=free.temperature, seed=number, max_tokens=free.max_tokens, logit_bias={token: -1e9}
         )
-        jobs.append((prompt, params, plain(target, prompt, params)[0]))
+        jobs.append((prompt, params, plain(target, prompt, params)))
 
     engine = Engine(
         target,

@@ -330,6 +330,9 @@ def test_trees_that_a_rule_cannot_verify_are_refused() -> None:
     for name in ("recursive", "traversal"):
         with pytest.raises(ValueError, match="token 0 stands twice below node -1"):
             verify(RULES[name], twins, law, Contrary())
+    greedy_twins = DraftTree(tokens=(0, 0), parents=(ROOT, ROOT), kind=GreedySet(draft_probs={ROOT: ROW}))
+    with pytest.raises(ValueError, match="token 0 stands twice below node -1"):
+        verify(RULES["greedy_set"], greedy_twins, law, Contrary())
     independent = DraftTree(
         tokens=(0, 0), parents=(ROOT, ROOT), kind=Sampled(draft_probs={ROOT: ROW}, replacement=True)
     )

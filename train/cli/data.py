@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from infer.cli.common import output_file
 
 if TYPE_CHECKING:
     from infer.chat import Rendered
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, help="read at most this many conversations")
     parser.add_argument("--max-length", type=int, default=2048, help="tokens after which a row is cut")
     parser.add_argument("--raw", action="store_true", help="no chat template: contents as plain text (base models)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--json", type=output_file, help="write the figures to this file")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,13 +6,15 @@ import argparse
 import json
 from pathlib import Path
 
+from infer.cli.common import output_file
+
 HELP = "summarise a training run and redraw its curves"
 EXAMPLE = "headstart report runs/smollm2-135m-eagle3-demo"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder")
-    parser.add_argument("--json", type=Path, help="write the summary to this file")
+    parser.add_argument("--json", type=output_file, help="write the summary to this file")
 
 
 def run(args: argparse.Namespace) -> int:

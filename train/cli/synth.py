@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from infer.cli.common import output_file
+
 if TYPE_CHECKING:
     from train.conversations import Conversation
     from train.synth import SynthesisReport, Synthesizer
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--second-turn-share", type=float, default=0.15, help="share of two-turn conversations")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    parser.add_argument("--json", type=Path, help="write the counts to this file")
+    parser.add_argument("--json", type=output_file, help="write the counts to this file")
 
 
 def run(args: argparse.Namespace) -> int:

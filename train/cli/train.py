@@ -7,6 +7,8 @@ import shlex
 import sys
 from pathlib import Path
 
+from infer.cli.common import output_file
+
 HELP = "train a draft head on a frozen target"
 EXAMPLE = "headstart train smollm2-135m-eagle3-demo"
 
@@ -16,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the recipe's")
     parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder that holds runs (default: runs)")
-    parser.add_argument("--json", type=Path, help="also write the summary to this file")
+    parser.add_argument("--json", type=output_file, help="also write the summary to this file")
 
 
 def run(args: argparse.Namespace) -> int:
