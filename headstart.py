@@ -66,6 +66,8 @@ _COMMANDS = {
     "bench": _Command("infer.cli.bench", "compare speed and answers with plain decoding"),
     "audit": _Command("infer.cli.audit", "prove on your own model that answers are the target's"),
     "calibrate": _Command("infer.cli.calibrate", "fit a head's draft probabilities to how often they come true"),
+    "import": _Command("infer.cli.import_head", "read an EAGLE-3 checkpoint of another project"),
+    "export": _Command("infer.cli.export_head", "write a head for vLLM, SGLang, SpecForge, speculators or EAGLE"),
     "profile": _Command("infer.cli.profile", "measure what forwards cost at each width"),
     "report": _Command("train.cli.report", "summarise a training run"),
     "demo": _Command("train.cli.demo", "fetch, synthesise, train, measure and sample in one go"),

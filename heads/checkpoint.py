@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -120,22 +121,29 @@ def save_head(
     if broken:
         raise ValueError(f"refusing to save empty or non-finite tensors: {', '.join(broken)}")
     native = head.config.to_native() | {"torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch.")}
+    with staged_folder(folder) as staging:
+        save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        (staging / CONFIG_FILE).write_text(json.dumps(native, indent=2) + "\n")
+        (staging / CARD_FILE).write_text(json.dumps(card.to_dict(head), indent=2) + "\n")
+        if add_files is not None:
+            add_files(staging)
+    return folder
+
+
+@contextmanager
+def staged_folder(folder: Path) -> Iterator[Path]:
+    """A new folder to write into. It takes the place of `folder` in one atomic step, or goes if the block fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for stale in folder.parent.glob(f".{folder.name}.new-*"):  # of saves that were killed: a folder has one writer
         shutil.rmtree(stale, ignore_errors=True)
     staging = folder.parent / f".{folder.name}.new-{os.getpid()}"
     staging.mkdir()
     try:
-        save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
-        (staging / CONFIG_FILE).write_text(json.dumps(native, indent=2) + "\n")
-        (staging / CARD_FILE).write_text(json.dumps(card.to_dict(head), indent=2) + "\n")
-        if add_files is not None:
-            add_files(staging)
+        yield staging
         _sync_files(staging)
         _replace_folder(staging, folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return folder
 
 
 def load_head(
@@ -148,10 +156,10 @@ def load_head(
     """Read a folder written by `save_head`; with `embedding_weight` (the target's, [V, H]) the head is ready to run."""
     folder = present_folder(Path(folder))
     card = read_card(folder)
-    native = _read_json(folder / CONFIG_FILE)
+    native = read_json(folder / CONFIG_FILE)
     family = FAMILIES[family_of_config(native)]
     config = family.config.from_native(native, num_target_layers=card.target.num_layers)
-    tensors = _read_tensors(folder / WEIGHTS_FILE)
+    tensors = read_tensors(folder / WEIGHTS_FILE)
     head = family.head(config, _read_vocabulary(tensors, config.vocab_size, card))
     load_tensors(head, tensors, source=str(folder / WEIGHTS_FILE))
     if embedding_weight is not None:
@@ -164,7 +172,7 @@ def read_card(folder: Path | str) -> HeadCard:
     folder = present_folder(Path(folder))
     if not (folder / CARD_FILE).is_file():
         raise ValueError(f"{folder} is not an augmented model folder: it has no {CARD_FILE}")
-    return HeadCard.from_dict(_read_json(folder / CARD_FILE))
+    return HeadCard.from_dict(read_json(folder / CARD_FILE))
 
 
 def update_card(folder: Path | str, **changes: Mapping[str, Any]) -> HeadCard:
@@ -194,9 +202,15 @@ def check_target(card: HeadCard, *, fingerprint: str, name: str, hidden_size: in
         )
 
 
-def load_tensors(head: Eagle3Head, tensors: Mapping[str, torch.Tensor], *, source: str) -> None:
-    """Fill every parameter and buffer of `head`; anything that does not fit exactly is named and refused."""
-    expected = head.state_dict()
+def load_tensors(
+    head: Eagle3Head, tensors: Mapping[str, torch.Tensor], *, source: str, spelling: Callable[[str], str] = str
+) -> None:
+    """Fill every parameter and buffer of `head`; anything that does not fit exactly is named and refused.
+
+    `spelling` gives the name under which `tensors` holds one of the head's.
+    """
+    names = {name: spelling(name) for name in head.state_dict()}
+    expected = {names[name]: tensor for name, tensor in head.state_dict().items()}
     given = {name: tensor for name, tensor in tensors.items() if name not in EMBEDDING_NAMES}
     problems = [f"missing {name} {list(expected[name].shape)}" for name in sorted(expected.keys() - given.keys())]
     problems += [f"unknown {name} {list(given[name].shape)}" for name in sorted(given.keys() - expected.keys())]
@@ -210,7 +224,7 @@ def load_tensors(head: Eagle3Head, tensors: Mapping[str, torch.Tensor], *, sourc
             problems.append(f"{name} holds non-finite values")
     if problems:
         raise ValueError(f"{source} is not this head: {'; '.join(problems)}")
-    head.load_state_dict(dict(given))
+    head.load_state_dict({name: given[spelled] for name, spelled in names.items()})
 
 
 def present_folder(folder: Path) -> Path:
@@ -267,7 +281,7 @@ def _for_disk(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -277,7 +291,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from heads.checkpoint import HeadCard, check_target
+from heads.checkpoint import HeadCard, TargetReference, check_target
 from infer import attention
 from infer.cache import SlotCache
+from infer.chat import tokenizer_hash
 from infer.fixed import FixedRows, forwards
 from infer.fuse import FusedProjections
 from infer.grammar import Grammars
@@ -192,6 +193,18 @@ class TargetModel:
                 digest.update(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode())
             self._fingerprint = digest.hexdigest()[:32]
         return self._fingerprint
+
+    @property
+    def reference(self) -> TargetReference:
+        """What the card of a head for this target says of it."""
+        return TargetReference(
+            name=self.name,
+            fingerprint=self.fingerprint,
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            tokenizer_hash="" if self.tokenizer is None else tokenizer_hash(self.tokenizer),
+        )
 
     def check_card(self, card: HeadCard) -> None:
         """Raise ValueError unless the head that `card` describes was made for this target."""

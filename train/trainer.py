@@ -25,9 +25,9 @@ import torch
 
 from configs.loading import write_config
 from configs.schema import RunConfig
-from heads.checkpoint import HeadCard, TargetReference, load_head, read_card, recover_folder, save_head
+from heads.checkpoint import HeadCard, load_head, read_card, recover_folder, save_head
 from heads.eagle3 import Eagle3Head
-from infer.chat import Rendered, tokenizer_hash
+from infer.chat import Rendered
 from infer.evaluate import AcceptanceReport
 from infer.machine import dtype_name
 from infer.target import TargetModel
@@ -425,14 +425,7 @@ class Trainer:
     def _card(self, evaluation: Mapping[str, Any]) -> HeadCard:
         target, config = self.target, self.config
         return HeadCard(
-            target=TargetReference(
-                name=target.name,
-                fingerprint=target.fingerprint,
-                num_layers=target.num_layers,
-                hidden_size=target.hidden_size,
-                vocab_size=target.vocab_size,
-                tokenizer_hash=tokenizer_hash(target.tokenizer),
-            ),
+            target=target.reference,
             family=config.head.type,
             acceptance={key: evaluation[key] for key in _ACCEPTANCE_KEYS if key in evaluation},
             training={

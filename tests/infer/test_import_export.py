@@ -1,0 +1,148 @@
+"""The commands import and export, through `headstart.main`, on a tiny target with a random head."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import headstart
+from heads import checkpoint
+from heads.checkpoint import CONFIG_FILE, WEIGHTS_FILE, HeadCard, read_card, save_head
+from heads.foreign import FORMATS
+from infer.target import TargetModel
+from tests.conftest import make_tiny_model
+from tests.infer.helpers import random_head
+from tests.toy_tokenizer import toy_tokenizer
+
+
+@dataclass(frozen=True)
+class Folders:
+    """A target of eight layers (with fewer, SafeAILab's form has no three to tap), its head, and a wider target."""
+
+    target: Path
+    wide: Path
+    head: Path
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    root = tmp_path_factory.mktemp("models")
+    tokenizer = toy_tokenizer()
+    for folder, hidden_size in ((root / "target", 32), (root / "wide", 64)):
+        model = make_tiny_model(
+            "llama",
+            num_hidden_layers=8,
+            hidden_size=hidden_size,
+            vocab_size=len(tokenizer),
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=1,
+        )
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    target = TargetModel.load(root / "target", dtype="float32")
+    save_head(root / "head", random_head(target), HeadCard(target=target.reference), dtype=torch.bfloat16)
+    return Folders(target=root / "target", wide=root / "wide", head=root / "head")
+
+
+@pytest.fixture(autouse=True)
+def commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("import", "export"):
+        monkeypatch.setitem(headstart._COMMANDS, name, headstart._Command(f"infer.cli.{name}_head", ""))
+
+
+def run(*arguments: str | Path) -> int:
+    return headstart.main([str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_head_comes_back_and_drafts_what_it_drafted(
+    name: str, folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same files, a card of its own, and the same accepted lengths in every round of `generate`."""
+    abroad, again = tmp_path / "abroad", tmp_path / "again"
+    assert run("export", folders.head, "--to", name, "--out", abroad) == 0
+    assert sorted(path.name for path in abroad.iterdir()) == [CONFIG_FILE, WEIGHTS_FILE]
+    assert str(folders.head.parent) not in (abroad / CONFIG_FILE).read_text()
+    assert run("import", abroad, "--target", folders.target, "--out", again, "--device", "cpu") == 0
+    output = capsys.readouterr()
+    assert output.out.split() == [str(abroad), str(again)]
+    assert "warning" not in output.err
+    for file in (WEIGHTS_FILE, CONFIG_FILE):
+        assert (folders.head / file).read_bytes() == (again / file).read_bytes()
+    card = read_card(again)
+    assert card.target == read_card(folders.head).target
+    assert (card.training["imported_from"], card.training["source"]) == (name, "abroad")
+    assert card.vocabulary["target_fingerprint"] == card.target.fingerprint
+    answers = []
+    for head in (folders.head, again):
+        path = tmp_path / f"{head.name}.json"
+        tree = ["--no-adaptive", "--nodes", "7", "--dtype", "float32", "--max-tokens", "16", "--device", "cpu"]
+        assert run("generate", head, "--target", folders.target, "--prompt", "abc", *tree, "--json", path) == 0
+        (answer,) = json.loads(path.read_text())
+        answers.append((answer["token_ids"], answer["accepted_lengths"]))
+    assert answers[0] == answers[1]
+
+
+def test_speculators_may_carry_the_target_s_embedding(folders: Folders, tmp_path: Path) -> None:
+    abroad = tmp_path / "abroad"
+    options = ["--target", folders.target, "--device", "cpu"]
+    assert run("export", folders.head, "--to", "speculators", "--out", abroad, *options) == 0
+    assert load_file(abroad / WEIGHTS_FILE)["embed_tokens.weight"].dtype == torch.bfloat16
+    assert run("import", abroad, "--out", tmp_path / "again", *options) == 0
+    assert (tmp_path / "again" / WEIGHTS_FILE).read_bytes() == (folders.head / WEIGHTS_FILE).read_bytes()
+
+
+def test_mistakes_are_one_line_and_leave_nothing(
+    folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails, and whenever: no folder and no staging folder is left behind."""
+    abroad, out = tmp_path / "abroad", tmp_path / "out"
+    assert run("export", folders.head, "--to", "specforge", "--out", abroad) == 0
+    known = sorted(tmp_path.iterdir())
+    capsys.readouterr()
+
+    def refused(message: str, *arguments: str | Path) -> None:
+        assert run(*arguments) == 2
+        output = capsys.readouterr()
+        assert output.out == ""
+        assert message in output.err
+        assert output.err.count("\n") == 1
+        assert sorted(tmp_path.iterdir()) == known
+
+    target = ["--target", folders.target, "--device", "cpu"]
+    refused("hidden size 32", "import", abroad, "--target", folders.wide, "--device", "cpu", "--out", out)
+    refused("exists already", "import", abroad, *target, "--out", abroad)
+    refused("exists already", "export", folders.head, "--to", "vllm", "--out", folders.head)
+    refused("already (it holds headstart.json)", "import", folders.head, *target, "--out", out)
+    refused("read as safeailab: eagle_config", "import", abroad, *target, "--out", out, "--from", "safeailab")
+    refused("has no headstart.json", "export", abroad, "--to", "vllm", "--out", out)
+    refused("no target folder", "import", abroad, "--target", "./nowhere", "--out", out)
+    wide = ["--target", folders.wide, "--device", "cpu"]
+    refused("hidden size 32", "export", folders.head, "--to", "speculators", "--out", out, *wide)
+
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", full_disk)
+        refused("no space left", "import", abroad, *target, "--out", out)
+    tensors = load_file(abroad / WEIGHTS_FILE)
+    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+    save_file(tensors, abroad / WEIGHTS_FILE)
+    refused("d2t holds target ids, expected differences", "import", abroad, *target, "--out", out)
+
+
+def test_the_target_s_dtype_does_not_matter(folders: Folders, tmp_path: Path) -> None:
+    """The fingerprint on the card and the head's bits are those of a look at the target in float32."""
+    abroad = tmp_path / "abroad"
+    target = ["--target", folders.target, "--device", "cpu"]
+    assert run("export", folders.head, "--to", "speculators", "--out", abroad, *target) == 0
+    assert run("import", abroad, *target, "--out", tmp_path / "again", "--dtype", "bfloat16") == 0
+    assert read_card(tmp_path / "again").target == read_card(folders.head).target
+    assert (tmp_path / "again" / WEIGHTS_FILE).read_bytes() == (folders.head / WEIGHTS_FILE).read_bytes()
