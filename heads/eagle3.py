@@ -5,7 +5,8 @@ Row t of a draft sequence holds the pair (token x_{t+1}, state f_t) and predicts
 target feature where the target has run, and the head's own previous output beyond.
 
 Layout and names are those of the public EAGLE-3 checkpoints (`midlayer.*`, `d2t` offsets, carried state before the
-final norm, residual from the raw state), which vLLM and SGLang load. Variants of it are refused by name.
+final norm, residual from the raw state), which vLLM and SGLang load. The normed state as the residual is an option
+(`norm_before_residual`); other variants are refused by name.
 
 Shapes: ... any leading dimensions, H hidden, D head dimension, Hq query heads, Hkv key-value heads, C draft vocabulary.
 """
@@ -36,7 +37,11 @@ RANDOM_SHARE = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
-    """Sizes of a head. `taps` are Hugging Face `hidden_states` indices (0 = embeddings, i = output of layer i)."""
+    """Sizes of a head. `taps` are Hugging Face `hidden_states` indices (0 = embeddings, i = output of layer i).
+
+    `norm_before_residual`: the residual is the normed state, as in most speculators checkpoints; vLLM reads such heads,
+    SGLang does not.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -51,6 +56,7 @@ class Eagle3Config:
     max_position_embeddings: int = 2048
     bos_token_id: int | None = None
     eos_token_id: int | None = None
+    norm_before_residual: bool = False
 
     def __post_init__(self) -> None:
         if len(self.taps) != NUM_TAPS or any(tap < 1 for tap in self.taps) or list(self.taps) != sorted(set(self.taps)):
@@ -122,7 +128,7 @@ class Eagle3Config:
             "bos_token_id": self.bos_token_id,
             "eos_token_id": self.eos_token_id,
             "tie_word_embeddings": False,
-            "norm_before_residual": False,
+            "norm_before_residual": self.norm_before_residual,
             "eagle_aux_hidden_state_layer_ids": list(self.taps),
             "eagle_config": {
                 "use_aux_hidden_state": True,
@@ -150,6 +156,7 @@ class Eagle3Config:
             max_position_embeddings=int(native.get("max_position_embeddings", 2048)),
             bos_token_id=native.get("bos_token_id"),
             eos_token_id=native.get("eos_token_id"),
+            norm_before_residual=_flag(native, "norm_before_residual"),
         )
 
 
@@ -192,6 +199,13 @@ def _required(native: Mapping[str, Any], key: str) -> Any:
     return native[key]
 
 
+def _flag(native: Mapping[str, Any], key: str) -> bool:
+    value = native.get(key)
+    if not isinstance(value, bool | None):
+        raise ValueError(f"the head's config.json says {key} = {value!r}; expected true or false")
+    return bool(value)
+
+
 def _refuse_variants(native: Mapping[str, Any]) -> None:
     """Flags of related formats that change the computation."""
     expected: dict[str, Any] = {
@@ -200,7 +214,6 @@ def _refuse_variants(native: Mapping[str, Any]) -> None:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "norm_before_residual": False,
         "norm_before_fc": False,
         "norm_output": False,
         "fc_norm": False,
@@ -274,7 +287,8 @@ class GatedMLP(nn.Module):
 
 
 class MidLayer(nn.Module):
-    """The decoder layer. The residual is the raw state: the embedding enters through attention alone."""
+    """The decoder layer. The residual is the raw state (or, as an option, the normed one): the embedding enters through
+    attention alone."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -283,6 +297,7 @@ class MidLayer(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm_before_residual = config.norm_before_residual
 
     def forward(
         self,
@@ -292,8 +307,10 @@ class MidLayer(nn.Module):
         attend: Attend,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        inputs = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(states)], dim=-1)  # [..., 2H]
+        normed = self.hidden_norm(states)
+        inputs = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)  # [..., 2H]
         attended = self.self_attn(inputs, rotary, attend, rows)
+        states = normed if self.norm_before_residual else states
         states = (states if rows is None else states[rows]) + attended
         return cast(torch.Tensor, states + self.mlp(self.post_attention_layernorm(states)))
 

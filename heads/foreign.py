@@ -4,7 +4,8 @@ All forms hold the same network, so a conversion keeps every weight and the draf
 they number the target's layers, and in where their configuration says what: `FORMATS` has an entry for each. In common
 they have `fc`, `norm` and `lm_head` without biases, `d2t` as differences and `t2d` as marks, a draft LM head of its own
 (never tied), Llama's unscaled rotary embeddings, the norm of the carried state taken for the logits alone, and the raw
-state as the residual. Relatives that differ there exist, and are told by the flags in `_ONE_VALUE`.
+state as the residual (or the normed one, `norm_before_residual`). Relatives that differ elsewhere are told by the flags
+in `_ONE_VALUE`.
 
 Reading is strict: every tensor is used or refused by name, and so is every configuration key that is not known to leave
 the forward alone. What a file cannot show (a head trained for another target of equal sizes) no reader can find.
@@ -187,6 +188,8 @@ def new_folder(folder: Path | str) -> Path:
 # Configurations: which keys are read, which must have one value, and which leave the forward alone.
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+RESIDUAL_KEY = "norm_before_residual"
+_RAW_RESIDUAL = {RESIDUAL_KEY: False}
 _OPTIONAL_SIZES = (
     "num_key_value_heads",
     "head_dim",
@@ -212,7 +215,6 @@ _ONE_VALUE: Mapping[str, Any] = {
     "mlp_bias": False,
     "bias": False,
     "tie_word_embeddings": False,
-    "norm_before_residual": False,
     "norm_before_fc": False,
     "norm_output": False,
     "fc_norm": False,
@@ -299,7 +301,7 @@ def _build(config: Config, taps: Sequence[int], num_layers: int) -> Eagle3Config
     if max(taps) > num_layers:
         raise ValueError(f"taps are hidden_states {list(taps)}, but the target has {num_layers} layers")
     eos = config.get("eos_token_id")
-    native = {key: config[key] for key in _READ if key in config}
+    native = {key: config[key] for key in (*_READ, RESIDUAL_KEY) if key in config}
     native |= {"architectures": [ARCHITECTURE], TAPS_KEY: list(taps)}
     native["eos_token_id"] = eos[0] if isinstance(eos, list) and eos else eos
     return Eagle3Config.from_native(native)
@@ -378,7 +380,7 @@ def _detect_safeailab(config: Config) -> bool:
 
 
 def _read_safeailab(config: Config, num_layers: int) -> Eagle3Config:
-    _check_keys(config, *_READ, **_ONE_VALUE, architectures=[ARCHITECTURE])
+    _check_keys(config, *_READ, **_ONE_VALUE, **_RAW_RESIDUAL, architectures=[ARCHITECTURE])
     return _build(config, reference_taps(num_layers), num_layers)
 
 
@@ -393,6 +395,11 @@ def _write_safeailab(config: Eagle3Config, target: TargetReference) -> dict[str,
 
 
 def _plain(config: Eagle3Config) -> dict[str, Any]:
+    if config.norm_before_residual:
+        raise ValueError(
+            f"this form has the raw state as the residual, and this head the normed one ({RESIDUAL_KEY}): "
+            "export it as speculators or vllm"
+        )
     return {
         "architectures": [ARCHITECTURE],
         **_sizes(config),
@@ -409,7 +416,7 @@ def _detect_specforge(config: Config) -> bool:
 
 
 def _read_specforge(config: Config, num_layers: int) -> Eagle3Config:
-    _check_keys(config, *_READ, "eagle_config", **_ONE_VALUE, architectures=[ARCHITECTURE])
+    _check_keys(config, *_READ, "eagle_config", **_ONE_VALUE, **_RAW_RESIDUAL, architectures=[ARCHITECTURE])
     return _build(config, _specforge_taps(config) or reference_taps(num_layers), num_layers)
 
 
@@ -436,7 +443,8 @@ def _detect_vllm(config: Config) -> bool:
 
 
 def _read_vllm(config: Config, num_layers: int) -> Eagle3Config:
-    _check_keys(config, *_READ, TAPS_KEY, "eagle_config", **_ONE_VALUE, architectures=[ARCHITECTURE])
+    known = (*_READ, RESIDUAL_KEY, TAPS_KEY, "eagle_config")
+    _check_keys(config, *known, **_ONE_VALUE, architectures=[ARCHITECTURE])
     indices, layers_plus_one = _layer_ids(config), _specforge_taps(config)
     if indices is not None and layers_plus_one is not None and indices != layers_plus_one:
         raise ValueError(
@@ -466,8 +474,8 @@ def _read_speculators(config: Config, num_layers: int) -> Eagle3Config:
         config,
         *known,
         "target_hidden_size",
+        RESIDUAL_KEY,
         speculators_model_type="eagle3",
-        norm_before_residual=False,
         norm_before_fc=False,
         fc_norm=False,
         input_norm=False,
@@ -476,10 +484,10 @@ def _read_speculators(config: Config, num_layers: int) -> Eagle3Config:
         tie_word_embeddings=False,
         model_type="speculator_model",
     )
-    if config.get("norm_before_residual") is None:
+    if config.get(RESIDUAL_KEY) is None:
         raise ValueError(
-            "norm_before_residual is missing, and readers of speculators checkpoints disagree on what that means: "
-            "expected false (true is not supported)"
+            f"{RESIDUAL_KEY} is missing, and readers of speculators checkpoints disagree on what that means: "
+            "expected true or false"
         )
     architectures = config.get("architectures") or []
     if not set(architectures) <= set(_SPECULATORS_ARCHITECTURES):
@@ -494,6 +502,7 @@ def _read_speculators(config: Config, num_layers: int) -> Eagle3Config:
         if len({*map(str, said)}) > 1:
             raise ValueError(f"{key} is {said[0]!r}, but {said[1]!r} in transformer_layer_config")
         sizes[key] = said[0] if said else None
+    sizes[RESIDUAL_KEY] = config[RESIDUAL_KEY]
     return _build(sizes, _layer_ids(config) or reference_taps(num_layers), num_layers)
 
 
@@ -510,7 +519,7 @@ def _write_speculators(config: Eagle3Config, target: TargetReference) -> dict[st
         "speculators_version": SPECULATORS_VERSION,
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": None,
-        "norm_before_residual": False,
+        RESIDUAL_KEY: config.norm_before_residual,
         "embed_requires_grad": False,
         TAPS_KEY: list(config.taps),
         "tie_word_embeddings": False,
@@ -666,7 +675,7 @@ FORMATS: Mapping[str, Format] = {
         title="speculators (vLLM)",
         conventions=(
             "layers.0.*; d2t differences; the layer's settings are nested; top-level layer ids are hidden_states "
-            "indices, by default 2, n//2, n-3; norm_before_residual must be there and false; may hold a copy of the "
+            "indices, by default 2, n//2, n-3; norm_before_residual must be there; may hold a copy of the "
             "target's embedding; a full vocabulary has no maps"
         ),
         layer="layers.0",
@@ -678,7 +687,8 @@ FORMATS: Mapping[str, Format] = {
         title="vLLM and SGLang",
         conventions=(
             "headstart's own files without the card: midlayer.*; d2t differences; taps named as hidden_states indices "
-            "(vLLM) and, one less, in eagle_config (SGLang), which must agree; norm_before_residual false"
+            "(vLLM) and, one less, in eagle_config (SGLang), which must agree; norm_before_residual may be true, which "
+            "SGLang does not know"
         ),
         layer="midlayer",
         detect=_detect_vllm,

@@ -189,7 +189,7 @@ def test_taps_in_both_conventions_are_the_same_tensors(config: Eagle3Config) -> 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("norm_before_residual", True),
+        ("norm_before_residual", "yes"),
         ("fc_norm", True),
         ("norm_output", True),
         ("num_hidden_layers", 2),

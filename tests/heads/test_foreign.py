@@ -68,7 +68,9 @@ def _first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
 
-def make_head(taps: tuple[int, ...] = USUAL_TAPS, *, draft_vocab_size: int = 40) -> Eagle3Head:
+def make_head(
+    taps: tuple[int, ...] = USUAL_TAPS, *, draft_vocab_size: int = 40, norm_before_residual: bool = False
+) -> Eagle3Head:
     """Random, norms included (weights of one would hide a swap), with every optional setting off its default."""
     config = Eagle3Config(
         hidden_size=HIDDEN,
@@ -84,6 +86,7 @@ def make_head(taps: tuple[int, ...] = USUAL_TAPS, *, draft_vocab_size: int = 40)
         max_position_embeddings=512,
         bos_token_id=1,
         eos_token_id=2,
+        norm_before_residual=norm_before_residual,
     )
     vocabulary = DraftVocabulary.from_counts(
         dict.fromkeys(range(1, VOCABULARY, 3), 1), size=draft_vocab_size, vocab_size=VOCABULARY
@@ -197,7 +200,8 @@ def reference_logits(folder: Path, world: World, name: str, steps: int = 3) -> l
             scores = query[:, one] @ key[:, group].T / size**0.5
             scores = scores + torch.full_like(scores, -math.inf).triu(1)
             mixed.append(scores.softmax(-1) @ value[:, group])
-        states = states + torch.cat(mixed, dim=-1) @ tensors[f"{prefix}.self_attn.o_proj.weight"].T
+        residual = both[1] if config.get("norm_before_residual") else states
+        states = residual + torch.cat(mixed, dim=-1) @ tensors[f"{prefix}.self_attn.o_proj.weight"].T
         normed = norm(states, f"{prefix}.post_attention_layernorm.weight")
         gate, up, down = (tensors[f"{prefix}.mlp.{one}_proj.weight"] for one in ("gate", "up", "down"))
         return states + (torch.nn.functional.silu(normed @ gate.T) * (normed @ up.T)) @ down.T
@@ -233,7 +237,7 @@ def specforge(config: Config, world: World) -> Reference:
 
 def speculators(config: Config, world: World) -> Reference:
     """What vLLM collects before layer i runs, and the settings of the nested layer."""
-    assert config["norm_before_residual"] is False
+    assert isinstance(config["norm_before_residual"], bool)
     layers = config["eagle_aux_hidden_state_layer_ids"]
     states = torch.cat([world.inputs[layer] for layer in layers], dim=-1)
     return states, "layers.0", config["transformer_layer_config"]
@@ -437,12 +441,32 @@ def test_every_tensor_counts_and_is_called_as_the_file_calls_it(name: str, world
         read(folder, world)
 
 
+@pytest.mark.parametrize("name", ["speculators", "vllm"])
+def test_the_normed_state_as_the_residual(name: str, world: World, tmp_path: Path) -> None:
+    """Most speculators heads have it. It is another function, and survives the way there and back."""
+    head = make_head(norm_before_residual=True)
+    folder = exported(tmp_path, world, name, head)
+    expected = reference_logits(folder, world, name)
+    again = read(folder, world)
+    assert again.head.config == head.config
+    for logits, wanted in zip(own_logits(again.head, world), expected, strict=True):
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5)
+    raw = own_logits(make_head(), world)[0]
+    assert (raw - expected[0])[raw.isfinite()].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["safeailab", "specforge"])
+def test_forms_that_cannot_say_the_normed_residual_refuse_it(name: str, world: World, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="normed one"):
+        exported(tmp_path, world, name, make_head(norm_before_residual=True))
+    assert not (tmp_path / name).exists()
+
+
 LLAMA_FAULTS: dict[str, Any] = {
     "num_hidden_layers": 2,
     "hidden_act": "gelu",
     "attention_bias": True,
     "mlp_bias": True,
-    "norm_before_residual": True,
     "norm_before_fc": True,
     "norm_output": True,
     "fc_norm": True,
@@ -473,7 +497,9 @@ def test_flags_that_change_the_forward_are_refused_by_name(name: str, key: str, 
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 FORM_FAULTS: list[tuple[str, Callable[[Config], Any], str]] = [
-    ("speculators", lambda c: c.update(norm_before_residual=True), "norm_before_residual = true, only false"),
+    ("speculators", lambda c: c.update(norm_before_residual=1), "norm_before_residual = 1; expected true or false"),
+    ("safeailab", lambda c: c.update(norm_before_residual=True), "norm_before_residual = true, only false"),
+    ("specforge", lambda c: c.update(norm_before_residual=True), "norm_before_residual = true, only false"),
     ("speculators", lambda c: c.pop("norm_before_residual"), "norm_before_residual is missing"),
     ("speculators", lambda c: c.update(norm_before_fc=True), "norm_before_fc = true, only false"),
     ("speculators", lambda c: c.update(embed_requires_grad=True), "embed_requires_grad"),
