@@ -32,7 +32,7 @@ from infer.verify import KindType, Verdict
 
 if TYPE_CHECKING:
     from infer.drafters.base import Drafter, DraftLimit, TreeSettings
-    from infer.drafters.head import HeadDrafter
+    from infer.drafters.growing import TreeGrower
     from infer.engine import Engine
 
 BIN_EDGES = (0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -225,8 +225,8 @@ class ProposalLog:
         self._proposed: dict[Request, DraftTree] = {}
 
     @property
-    def step_milliseconds(self) -> float:
-        return self.drafter.step_milliseconds
+    def spent_milliseconds(self) -> float:
+        return self.drafter.spent_milliseconds
 
     def open(self, *, num_slots: int, num_columns: int, tree: TreeSettings, cost: CostModel) -> None:
         self.drafter.open(num_slots=num_slots, num_columns=num_columns, tree=tree, cost=cost)
@@ -321,7 +321,7 @@ class CalibrationReport:
 
 def calibrate(
     engine: Engine,
-    drafter: HeadDrafter,
+    drafter: TreeGrower,
     prompts: Sequence[Sequence[int]],
     *,
     temperatures: Sequence[float],
@@ -331,8 +331,8 @@ def calibrate(
 ) -> tuple[Calibration, CalibrationReport]:
     """Fit on every other prompt (the first, third, ...) and compare on the rest; `drafter` is left calibrated.
 
-    `drafter` is the engine's own, or the part of it that has the head. Trees should be fixed (not adaptive), so that
-    lengths before and after are those of one budget. `progress` is called with the tokens emitted by each step.
+    `drafter` is the engine's own, or a part of it. Trees should be fixed (not adaptive), so that lengths before and
+    after are those of one budget. `progress` is called with the tokens emitted by each step.
     """
     if len(prompts) < 2 or not temperatures:
         raise ValueError(

@@ -241,7 +241,7 @@ class Engine:
             self._tree_cost,
             max_nodes=[limit.max_nodes for limit in limits],
             adaptive=self.tree.adaptive,
-            spent_milliseconds=self.drafter.step_milliseconds * max(max(tree.depths, default=0) for tree in trees),
+            spent_milliseconds=self.drafter.spent_milliseconds,
         )
         self.draft_seconds += time.perf_counter() - start
         return trees

@@ -314,7 +314,7 @@ def _draft_cost(drafter: Drafter | None, cost: CostModel, bandwidth: float) -> D
     num_bytes = sum(weight.nbytes for name, weight in head.named_parameters() if not name.startswith("fc."))
     return DraftCost(
         name=drafter.name,
-        step_milliseconds=drafter.measure_step(),
+        step_milliseconds=drafter.stepper.measure_step(),
         weight_megabytes=num_bytes / _MEGABYTE,
         floor_milliseconds=1e3 * num_bytes / bandwidth,
     )

@@ -67,6 +67,39 @@ def tree_group(slot: int, prefix: int, chain: Sequence[int], tokens: Sequence[in
     return RowGroup(slot=slot, prefix=prefix, tokens=[*chain, *tokens], depths=depths, ancestors=ancestors)
 
 
+class GrowingRows:
+    """The rows of a tree that grows depth by depth: each depth's rows lie in the slot's columns behind the last's.
+
+    `prefix` rows of the slot hold text. A node's rows see those, its ancestors' rows and its own.
+    """
+
+    def __init__(self, *, slot: int, prefix: int) -> None:
+        self.slot = slot
+        self.prefix = prefix
+        self._row_of_node: dict[int, int] = {}
+        self._masks: list[np.ndarray] = []
+
+    def add(self, nodes: Sequence[int], parents: Sequence[int], tokens: Sequence[int], depth: int) -> RowGroup:
+        """The rows of `nodes`, all at `depth` (a child of the tree's root is at depth 1, position `prefix`)."""
+        offset = len(self._masks)
+        ancestors = np.zeros((len(nodes), offset + len(nodes)), dtype=bool)
+        for i, (node, parent) in enumerate(zip(nodes, parents, strict=True)):
+            if depth > 1:
+                parent_mask = self._masks[self._row_of_node[parent]]
+                ancestors[i, : len(parent_mask)] = parent_mask
+            ancestors[i, offset + i] = True
+            self._row_of_node[node] = offset + i
+            self._masks.append(ancestors[i])
+        return RowGroup(
+            slot=self.slot,
+            prefix=self.prefix,
+            offset=offset,
+            tokens=tokens,
+            depths=[depth - 1] * len(nodes),
+            ancestors=ancestors,
+        )
+
+
 def check_room(groups: Sequence[RowGroup], cache: SlotCache) -> None:
     """Refuse rows that lie beyond the columns of a slot."""
     for group in groups:

@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    if args.save and args.head in (LOOKUP, NO_DRAFT):
+    if args.head == NO_DRAFT:
+        raise ValueError("'none' drafts nothing, so there is nothing to audit: give a head's folder or 'ngram'")
+    if args.save and args.head == LOOKUP:
         raise ValueError(f"--save writes to a head's card, and {args.head!r} has none: leave it out")
     settings = _settings(args)
     chats = common.read_chats(args)

@@ -7,20 +7,26 @@ from pathlib import Path
 from heads.checkpoint import CARD_FILE, load_head, present_folder, read_card
 from infer.calibration import Calibration
 from infer.drafters.base import Drafter, DraftLimit, RecordingDrafter, TreeSettings
+from infer.drafters.growing import TreeGrower
 from infer.drafters.head import HeadDrafter
 from infer.drafters.hybrid import HybridDrafter
 from infer.drafters.ngram import NgramDrafter
 from infer.drafters.scripted import ScriptedDrafter
+from infer.drafters.stepper import DraftRound, Frontier, Stepper
 from infer.target import TargetModel
 
 __all__ = [
     "DraftLimit",
+    "DraftRound",
     "Drafter",
+    "Frontier",
     "HeadDrafter",
     "HybridDrafter",
     "NgramDrafter",
     "RecordingDrafter",
     "ScriptedDrafter",
+    "Stepper",
+    "TreeGrower",
     "TreeSettings",
     "load_drafter",
     "resolve_target",

@@ -1,7 +1,8 @@
 """What a drafter is: something that proposes a `DraftTree` for each request, whatever it is made of.
 
-A drafter may read target states (`taps`) and keeps what it remembers of a request in `request.draft_state[name]`.
-It proposes generously; the engine prunes trees to the size that pays on this machine (`infer.growth.fit`).
+A drafter may read target states (`taps`) and keeps what it remembers of a request in `request.draft_state[name]`, so
+two drafters of one engine need different names. It proposes generously; the engine prunes trees to the size that pays
+on this machine (`infer.growth.fit`).
 
 What a tree is made of follows `request.rule`: a drafter proposes one of its `kinds` that the rule takes. Greedy
 requests get one-hot trees under every rule, which the engine verifies by the match walk.
@@ -57,8 +58,8 @@ class DraftLimit:
 @runtime_checkable
 class Drafter(Protocol):
     """See the module. `kinds` are the kinds of proposals that it can make; `taps` the `hidden_states` indices whose
-    states `observe` is given (none: `states=None`); `step_milliseconds` what a depth of drafting costs (0 where it
-    costs next to nothing)."""
+    states `observe` is given (none: `states=None`); `spent_milliseconds` what the last `propose` took, by the drafter's
+    own measure of its steps on this machine (0 where that is next to nothing)."""
 
     @property
     def name(self) -> str: ...
@@ -70,7 +71,7 @@ class Drafter(Protocol):
     def taps(self) -> tuple[int, ...]: ...
 
     @property
-    def step_milliseconds(self) -> float: ...
+    def spent_milliseconds(self) -> float: ...
 
     def open(self, *, num_slots: int, num_columns: int, tree: TreeSettings, cost: CostModel) -> None:
         """Make room for requests; called before the first of them, and again if the engine's cache is rebuilt."""

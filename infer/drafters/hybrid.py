@@ -31,6 +31,7 @@ class HybridDrafter:
         self.name = "+".join(drafter.name for drafter in drafters)
         self.kinds: tuple[KindType, ...] = tuple(dict.fromkeys(kind for drafter in drafters for kind in drafter.kinds))
         self.taps = tuple(tap for drafter in drafters for tap in drafter.taps)
+        self.spent_milliseconds = 0.0
 
     @property
     def records(self) -> bool:
@@ -40,10 +41,6 @@ class HybridDrafter:
     def records(self, value: bool) -> None:
         for part in self._recording_parts():
             part.records = value
-
-    @property
-    def step_milliseconds(self) -> float:
-        return sum(drafter.step_milliseconds for drafter in self.drafters)
 
     def open(self, *, num_slots: int, num_columns: int, tree: TreeSettings, cost: CostModel) -> None:
         for drafter in self.drafters:
@@ -58,10 +55,12 @@ class HybridDrafter:
 
     def propose(self, requests: Sequence[Request], limits: Sequence[DraftLimit]) -> list[DraftTree]:
         trees: list[list[DraftTree]] = [[] for _ in requests]
+        self.spent_milliseconds = 0.0
         for drafter in self.drafters:
             mine = [index for index, request in enumerate(requests) if drafter in self._proposers(request)]
             if mine:
                 proposed = drafter.propose([requests[index] for index in mine], [limits[index] for index in mine])
+                self.spent_milliseconds += drafter.spent_milliseconds
                 for index, tree in zip(mine, proposed, strict=True):
                     trees[index].append(tree)
         return [parts[0] if len(parts) == 1 else merge(parts) for parts in trees]

@@ -78,12 +78,12 @@ class _History:
 class NgramDrafter:
     """See the module."""
 
-    name = "ngram"
     kinds: tuple[KindType, ...] = (OneHot,)
-    step_milliseconds = 0.0
+    spent_milliseconds = 0.0
     taps: tuple[int, ...] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, *, name: str = "ngram") -> None:
+        self.name = name
         self._tree = TreeSettings()
 
     def open(self, *, num_slots: int, num_columns: int, tree: TreeSettings, cost: CostModel) -> None:

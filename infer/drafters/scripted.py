@@ -25,17 +25,18 @@ class ScriptedDrafter:
     `taps` may be given to have states collected all the same.
     """
 
-    name = "scripted"
-    step_milliseconds = 0.0
+    spent_milliseconds = 0.0
 
     def __init__(
         self,
         script: Script,
         *,
+        name: str = "scripted",
         taps: tuple[int, ...] = (),
         kinds: tuple[KindType, ...] = (OneHot, Coupled, Sampled, GreedySet),
     ) -> None:
         self.script = script
+        self.name = name
         self.taps = taps
         self.kinds = kinds
 

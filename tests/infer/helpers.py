@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from heads.eagle3 import Eagle3Config, Eagle3Head
 from heads.vocab import DraftVocabulary
 from infer.drafters import DraftLimit
 from infer.engine import Engine
+from infer.proof.statistics import chi_square_tail
 from infer.request import Completion
 from infer.sampling import CONSTRAINTS, SamplingParams
 from infer.target import TargetModel
@@ -76,6 +77,30 @@ def random_head(target: TargetModel, *, seed: int = 0, draft_vocab_size: int = 6
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Eagle3Head(config, vocabulary).bind(target.embedding_weight)
+
+
+def small_target(tiny_model: Callable[..., Any], *, seed: int = 0) -> TargetModel:
+    """A target over 8 tokens, whose law can be counted."""
+    none = {"eos_token_id": None, "pad_token_id": None, "bos_token_id": None}
+    return TargetModel.wrap(tiny_model("llama", seed=seed, vocab_size=8, **none))
+
+
+def chance_of_answers(engine: Engine) -> tuple[list[Completion], float]:
+    """1,500 short answers of an engine over a `small_target`, and the chance of a chi-square as large as theirs if the
+    two tokens after the prefill's follow the target's law (over the cells that expect more than 4; seeds fixed)."""
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=4, ignore_eos=True) for seed in range(1500)]
+    completions = engine.generate([[5, 3, 1]] * len(params), params)
+    counts = torch.zeros(8, 8)
+    for completion in completions:
+        counts[completion.token_ids[1], completion.token_ids[2]] += 1
+    prompts = torch.tensor([[5, 3, 1, x, y] for x in range(8) for y in range(8)])
+    with engine.target.stock() as model, torch.inference_mode():
+        probs = torch.softmax(model(input_ids=prompts).logits, dim=-1).view(8, 8, 5, 8)
+    first, second, third = probs[0, 0, 2], probs[:, 0, 3], probs[:, :, 4]
+    expected = torch.einsum("x,xy,xyz->yz", first, second, third) * len(params)
+    cells = expected > 4
+    found = (((counts - expected) ** 2 / expected)[cells]).sum().item()
+    return completions, chi_square_tail(found, int(cells.sum()))
 
 
 @dataclass(frozen=True)

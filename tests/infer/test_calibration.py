@@ -207,7 +207,7 @@ def test_calibrating_changes_trees_and_no_token(target, adaptive):
 def test_a_log_is_a_drafter_like_the_one_it_watches(target):
     drafter = HeadDrafter(random_head(target))
     log = ProposalLog(drafter)
-    for name in ("name", "kinds", "taps", "step_milliseconds"):
+    for name in ("name", "kinds", "taps", "spent_milliseconds"):
         assert getattr(log, name) == getattr(drafter, name)
     engine = Engine(target, log, tree=FIXED)
     engine.observer = log.verified

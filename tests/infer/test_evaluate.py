@@ -183,11 +183,10 @@ class DrawingDrafter(ScriptedDrafter):
     """Proposes `num_drawn` children a node, two deep, from one fixed distribution over 8 tokens that is far from the
     target's; of coupled lists the first `num_kept` are left."""
 
-    name = "drawing"
     probs = torch.softmax(torch.arange(8.0) * 0.5, dim=0)
 
     def __init__(self, num_drawn: int, *, num_kept: int = 8) -> None:
-        super().__init__(self.draw)
+        super().__init__(self.draw, name="drawing")
         self.records = False
         self.num_drawn, self.num_kept = num_drawn, num_kept
         self.generator = torch.Generator().manual_seed(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from heads.eagle3 import Eagle3Head
 from infer.drafters import HeadDrafter, HybridDrafter, NgramDrafter, RecordingDrafter, TreeSettings
 from infer.drafters.base import DraftLimit
-from infer.drafters.head import _DRAFT_DOMAIN
+from infer.drafters.growing import _DRAFT_DOMAIN
 from infer.engine import Engine
 from infer.noise import gumbel, noise_key
 from infer.proof.statistics import chi_square_tail
@@ -19,7 +19,7 @@ from infer.request import Request
 from infer.sampling import SamplingParams
 from infer.target import TargetModel
 from infer.tree import ROOT, Coupled, DraftTree, GreedySet, OneHot, Sampled
-from tests.infer.helpers import random_head
+from tests.infer.helpers import chance_of_answers, random_head, small_target
 
 FALSE_ALARM = 1e-3
 """A right drafter fails one of these tests of chance in a thousand."""
@@ -66,14 +66,14 @@ def test_draft_cache_equals_a_fresh_prefill_after_every_round(target, temperatur
             lengths.update(request.accepted_lengths)
             if request.finish_reason is not None:
                 continue
-            memory = drafter._memory(request)
+            memory = drafter.stepper.memory(request)
             assert memory.num_rows + sum(len(states) for states in memory.pending) == request.num_cached
             if request is requests[checked % len(requests)]:
                 tokens = [*request.prompt_ids, *request.output_ids]
                 expected = fresh_logits(head, target, tokens)
                 pending = list(memory.pending)
                 rows = memory.num_rows
-                torch.testing.assert_close(drafter.next_logits(request), expected, atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(drafter.stepper.next_logits(request), expected, atol=1e-4, rtol=1e-4)
                 memory.pending, memory.num_rows = (
                     pending,
                     rows,
@@ -242,10 +242,6 @@ def test_children_are_drawn_from_the_very_q_that_is_handed_over(target, rule, dt
     assert num_lists > 50
 
 
-def small_target(tiny_model: Callable) -> TargetModel:
-    return TargetModel.wrap(tiny_model("llama", vocab_size=8, eos_token_id=None, pad_token_id=None, bos_token_id=None))
-
-
 def transformed_draws(tree: DraftTree, chance: torch.Generator, *, sharpen: float = 1.0) -> list[float]:
     """The drawn children, node by node in the order drawn, each put through the distribution function of its draw.
 
@@ -327,28 +323,13 @@ def test_draws_end_with_the_support_of_q(target):
 
 @pytest.mark.parametrize("rule", ["token", "block", "recursive", "traversal", "greedy_set"])
 def test_rejection_rules_follow_the_target_with_a_real_head(tiny_model, rule):
-    """The joint of the two tokens after the prefill's equals the target's, through the whole engine.
-
-    V = 8, 1,500 requests, chi-square over the cells that expect more than 4, seeds fixed. The head is random and knows
-    half of the vocabulary, so it is often rejected.
-    """
+    """The joint of the two tokens after the prefill's equals the target's, through the whole engine. The head is random
+    and knows half of the vocabulary, so it is often rejected."""
     target = small_target(tiny_model)
     drafter = HeadDrafter(random_head(target, draft_vocab_size=4))
     tree = TreeSettings(max_nodes=6, max_depth=2, branch=2, beam=2, adaptive=False)
-    engine = Engine(target, drafter, rule=rule, tree=tree, max_requests=250)
-    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=4, ignore_eos=True) for seed in range(1500)]
-    completions = engine.generate([[5, 3, 1]] * len(params), params)
-    counts = torch.zeros(8, 8)
-    for completion in completions:
-        counts[completion.token_ids[1], completion.token_ids[2]] += 1
-    prompts = torch.tensor([[5, 3, 1, x, y] for x in range(8) for y in range(8)])
-    with target.stock() as model, torch.inference_mode():
-        probs = torch.softmax(model(input_ids=prompts).logits, dim=-1).view(8, 8, 5, 8)
-    first, second, third = probs[0, 0, 2], probs[:, 0, 3], probs[:, :, 4]
-    expected = torch.einsum("x,xy,xyz->yz", first, second, third) * len(params)
-    cells = expected > 4
-    found = (((counts - expected) ** 2 / expected)[cells]).sum().item()
-    assert chi_square_tail(found, int(cells.sum())) > FALSE_ALARM
+    completions, chance = chance_of_answers(Engine(target, drafter, rule=rule, tree=tree, max_requests=250))
+    assert chance > FALSE_ALARM
     lengths = {length for completion in completions for length in completion.accepted_lengths[1:]}
     assert lengths == {1, 2, 3}
 
