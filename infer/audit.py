@@ -158,8 +158,7 @@ def audit(
 
     Raises ValueError before any check if the head was trained for another target.
     """
-    if str(head) == NO_DRAFT:
-        raise ValueError("'none' drafts nothing, so there is nothing to audit: give a head's folder or 'ngram'")
+    refuse_no_draft(head)
 
     def load(dtype: str) -> TargetModel:
         return TargetModel.load(target, dtype=dtype, device=device)
@@ -172,6 +171,12 @@ def audit(
     facts = _head_facts(head)  # now: another process may write a better head to the folder meanwhile
     certificate = run_checks(load, make_drafter, prompts=prompts, settings=settings, progress=progress)
     return replace(certificate, facts={**facts, **certificate.facts})
+
+
+def refuse_no_draft(head: str | Path) -> None:
+    """Plain decoding is what an audit compares with."""
+    if str(head) == NO_DRAFT:
+        raise ValueError("'none' drafts nothing, so there is nothing to audit: give a head's folder or 'ngram'")
 
 
 def run_checks(

@@ -251,12 +251,10 @@ class Engine:
         requests = list(requests)
         logits, states = self._forward(requests, trees)
         start = time.perf_counter()
-        verdicts = [
-            self._verify(request, tree, rows) for request, tree, rows in zip(requests, trees, logits, strict=True)
-        ]
+        kept = [self._verify(request, tree, rows) for request, tree, rows in zip(requests, trees, logits, strict=True)]
         self.verify_seconds += time.perf_counter() - start
         return sum(
-            self._commit(request, kept, rows) for request, kept, rows in zip(requests, verdicts, states, strict=True)
+            self._commit(request, each, rows) for request, each, rows in zip(requests, kept, states, strict=True)
         )
 
     def _forward(

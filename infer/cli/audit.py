@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from infer.audit import QUICK_TOKENS, AuditSettings, audit
+from infer.audit import QUICK_TOKENS, AuditSettings, audit, refuse_no_draft
 from infer.cli import common
-from infer.drafters import LOOKUP, NO_DRAFT, resolve_target
+from infer.drafters import LOOKUP, resolve_target
 from infer.evaluate import render_prompts
 from infer.proof.certificate import Check, save_page, save_to_card
 
@@ -51,8 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    if args.head == NO_DRAFT:
-        raise ValueError("'none' drafts nothing, so there is nothing to audit: give a head's folder or 'ngram'")
+    refuse_no_draft(args.head)
     if args.save and args.head == LOOKUP:
         raise ValueError(f"--save writes to a head's card, and {args.head!r} has none: leave it out")
     settings = _settings(args)
