@@ -68,8 +68,10 @@ _COMMANDS = {
     "calibrate": _Command("infer.cli.calibrate", "fit a head's draft probabilities to how often they come true"),
     "import": _Command("infer.cli.import_head", "read an EAGLE-3 checkpoint of another project"),
     "export": _Command("infer.cli.export_head", "write a head for vLLM, SGLang, SpecForge, speculators or EAGLE"),
+    "drafters": _Command("infer.cli.drafters", "list everything that can draft, and what it needs"),
     "profile": _Command("infer.cli.profile", "measure what forwards cost at each width"),
     "report": _Command("train.cli.report", "summarise a training run"),
+    "compare": _Command("train.cli.compare", "train several recipes on equal terms and compare their heads"),
     "demo": _Command("train.cli.demo", "fetch, synthesise, train, measure and sample in one go"),
 }
 

@@ -371,7 +371,7 @@ def attention_cases(sizes: Sizes, seed: int = 0) -> Iterator[AttentionCase]:
         window = windows[index % len(windows)]
         slots = generator.permutation(6)[: generator.integers(1, 5)].tolist()
         yield AttentionCase(
-            groups=tuple(random_group(generator, slot, sizes.prefixes, with_offset=window is None) for slot in slots),
+            groups=tuple(random_group(generator, slot, sizes.prefixes) for slot in slots),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_sizes[index % len(head_sizes)],
@@ -380,10 +380,10 @@ def attention_cases(sizes: Sizes, seed: int = 0) -> Iterator[AttentionCase]:
         )
 
 
-def random_group(generator: np.random.Generator, slot: int, prefixes: Sequence[int], *, with_offset: bool) -> RowGroup:
+def random_group(generator: np.random.Generator, slot: int, prefixes: Sequence[int]) -> RowGroup:
     """A chain, a tree behind a chain, or the second level of a tree whose first is in the cache already."""
     prefix = int(generator.choice(prefixes))
-    kind = generator.integers(0, 4 if with_offset else 3)
+    kind = generator.integers(0, 4)
     if kind == 0:
         return RowGroup(slot=slot, prefix=prefix, tokens=[7] * int(generator.choice((1, 2, 7, 33))))
     num_nodes = int(generator.choice((1, 5, 16, 31)))
@@ -393,7 +393,13 @@ def random_group(generator: np.random.Generator, slot: int, prefixes: Sequence[i
         ancestors[np.arange(num_nodes), generator.integers(0, offset, num_nodes)] = True
         ancestors[np.arange(num_nodes), offset + np.arange(num_nodes)] = True
         return RowGroup(
-            slot=slot, prefix=prefix, offset=offset, tokens=[7] * num_nodes, depths=[1] * num_nodes, ancestors=ancestors
+            slot=slot,
+            prefix=prefix,
+            offset=offset,
+            offset_depths=[0] * offset,
+            tokens=[7] * num_nodes,
+            depths=[1] * num_nodes,
+            ancestors=ancestors,
         )
     parents = [int(generator.integers(ROOT, node)) for node in range(num_nodes)]
     return tree_group(slot, prefix, [7] * int(generator.integers(1, 4)), [7] * num_nodes, parents)
@@ -406,17 +412,10 @@ def visible_columns(group: RowGroup, row: int, window: int | None) -> list[int]:
     if window is None:
         return columns
 
-    def position(column: int) -> int:
-        return column if group.depths is None or column < group.prefix else _depth_position(group, column)
-
-    own = position(group.prefix + row)
-    return [column for column in columns if position(column) > own - window]
-
-
-def _depth_position(group: RowGroup, column: int) -> int:
-    assert group.depths is not None
-    assert group.offset == 0
-    return group.prefix + group.depths[column - group.prefix]
+    own_depths = range(len(group.tokens)) if group.depths is None else group.depths
+    positions = [*range(group.prefix), *(group.prefix + depth for depth in (*group.offset_depths, *own_depths))]
+    own = positions[group.prefix + group.offset + row]
+    return [column for column in columns if positions[column] > own - window]
 
 
 def fill_cache(cache: SlotCache, rows: PackedRows, generator: torch.Generator) -> None:
@@ -546,7 +545,7 @@ def random_head(target: TargetModel, *, seed: int) -> HeadDrafter:
             if parameter.ndim > 1:
                 parameter.normal_(0.0, 1.0 / math.sqrt(parameter.shape[-1]), generator=generator)
     head = head.to(device=target.device, dtype=target.dtype)
-    return HeadDrafter(head.bind(target.embedding_weight))
+    return HeadDrafter(head.bind(target.weights))
 
 
 def half_right(answers: Mapping[tuple[int, ...], tuple[int, ...]], vocab_size: int) -> Script:

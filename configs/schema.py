@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = [
+    "BackboneConfig",
     "DataConfig",
     "EvalConfig",
     "HeadSettings",
@@ -27,12 +28,32 @@ __all__ = [
 ]
 
 DTypeName = Literal["auto", "bfloat16", "float32"]
-HeadType = Literal["eagle3"]
+HeadType = Literal["eagle3", "eagle1", "medusa", "hydra", "early_exit"]
 HeadInit = Literal["target", "random"]
-LossName = Literal["lk", "lk_hybrid", "ce", "kl", "tv"]
+BackboneObjective = Literal["kl", "ce"]
+LossName = Literal["lk", "lk_hybrid", "ce", "kl", "tv", "top10"]
 OptimizerName = Literal["adamw"]
 ScheduleName = Literal["linear", "cosine", "constant"]
 TrackingMode = Literal["auto", "online", "offline", "disabled", "required"]
+
+FAMILY_SETTINGS = (
+    "num_heads",
+    "num_layers",
+    "prefix_layer",
+    "norm_before_residual",
+    "fc_norm",
+    "norm_output",
+    "feature_loss",
+    "feature_noise",
+    "exit_layer",
+)
+"""Fields of `HeadSettings` that hold for some head types alone; the registry says for which."""
+
+JOINT_TYPES = ("medusa", "hydra")
+"""Head types that can be trained together with their target (section `backbone`)."""
+
+TRAINING_SETTINGS = ("feature_loss", "feature_noise")
+"""Those of them that say how a head is trained and not what it computes: a warm start may change them."""
 
 # A run's name becomes a folder under `runs/`, so it may not climb out of it or hide.
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -107,22 +128,80 @@ class HeadSettings:
     taps: tuple[int, ...] | None = None
     """Hidden states fed to the head, as Hugging Face indices (0 is the embeddings, i the output of layer i
     counted from 1); null for a low, a middle and a high layer."""
-    num_layers: int = 1
-    """Decoder layers in the head; EAGLE-3 has one."""
     init: HeadInit = "target"
     """`target` copies attention and MLP of the target's last layer where shapes allow; `random` does not."""
     init_from: str | None = None
     """Folder of a trained head to start from (its target must be the same, its vocabulary and taps are taken over)."""
 
+    # Settings of some types alone; null is the type's own default.
+    num_heads: int | None = None
+    """medusa, hydra: depths drafted, each by a network of its own (4)."""
+    num_layers: int | None = None
+    """medusa: residual blocks a depth (1); hydra: layers of each depth's MLP (1)."""
+    prefix_layer: bool | None = None
+    """hydra: a decoder layer over the text before the heads, as in Hydra++ (false)."""
+    norm_before_residual: bool | None = None
+    """eagle3: the residual is the normed state, as in most speculators heads (false)."""
+    fc_norm: bool | None = None
+    """eagle3: a norm for each tapped state before they are fused (false)."""
+    norm_output: bool | None = None
+    """eagle3: the state fed back is the normed one (false)."""
+    feature_loss: float | None = None
+    """eagle1: weight of the feature regression against the distillation loss (10)."""
+    feature_noise: float | None = None
+    """eagle1: half-width of the uniform noise added to the target's states in training (0.1)."""
+    exit_layer: int | None = None
+    """early_exit: the target's layer after which drafts are made (a third of its layers)."""
+
     def __post_init__(self) -> None:
         _require_at_least("head.draft_vocab_size", self.draft_vocab_size, 16)
-        if self.num_layers != 1:
-            raise ValueError(f"head.num_layers is {self.num_layers}; an eagle3 head has 1 decoder layer")
+        _require_at_least("head.num_heads", self.num_heads, 1)
+        _require_at_least("head.num_layers", self.num_layers, 1)
+        _require_at_least("head.feature_loss", self.feature_loss, 0.0)
+        _require_at_least("head.feature_noise", self.feature_noise, 0.0)
+        _require_at_least("head.exit_layer", self.exit_layer, 1)
         if self.taps is not None:
             if not self.taps:
                 raise ValueError("head.taps is empty; name at least one layer, or null for the default three")
             if any(tap < 0 for tap in self.taps) or list(self.taps) != sorted(set(self.taps)):
                 raise ValueError(f"head.taps is {list(self.taps)}; give indices from 0 up, ascending, without repeats")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneConfig:
+    """Training the target along with its head, as in Medusa-2: a LoRA adapter on its layers, through peft.
+
+    Without `lora_rank` the target stays as it is. With it the target *changes*: the adapter is saved beside the head
+    and merged into the target wherever the head is used, and lossless then means with respect to the adapted target.
+    """
+
+    lora_rank: int | None = None
+    """Rank of the adapter; null for a frozen target."""
+    lora_alpha: int | None = None
+    """Scale of the adapter, which is alpha / rank; null for alpha = rank."""
+    lora_modules: tuple[str, ...] | None = None
+    """Names of the linear layers that are adapted, such as [q_proj, v_proj]; null for all in the decoder's layers."""
+    lr_factor: float = 0.25
+    """The adapter's learning rate as a share of the head's."""
+    objective: BackboneObjective = "kl"
+    """What keeps the target a language model: kl, the divergence from the unadapted target (self-distillation); ce,
+    the cross entropy of the text."""
+    loss_weight: float = 5.0
+    """Weight of that loss against the head's (5 is the paper's 1 : 0.2)."""
+    warmup: float = 0.4
+    """Share of the budget in which the head alone is trained, on the target as it is."""
+
+    def __post_init__(self) -> None:
+        _require_at_least("backbone.lora_rank", self.lora_rank, 1)
+        _require_at_least("backbone.lora_alpha", self.lora_alpha, 1)
+        if self.lora_modules is not None and not self.lora_modules:
+            raise ValueError("backbone.lora_modules is empty; name at least one layer, or null for all")
+        _require_positive("backbone.lr_factor", self.lr_factor)
+        _require_at_least("backbone.loss_weight", self.loss_weight, 0.0)
+        _require_between("backbone.warmup", self.warmup, 0.0, 0.95)
+        for name in ("lora_alpha", "lora_modules"):
+            if self.lora_rank is None and getattr(self, name) is not None:
+                raise ValueError(f"backbone.{name} is given, but backbone.lora_rank is null, so there is no adapter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +253,8 @@ class TrainSettings:
     """Passes over the training rows; null for none."""
     seed: int = 0
     loss: LossName = "lk"
-    """lk: -log(acceptance); lk_hybrid: KL fading into tv; tv: 1 - acceptance; ce, kl: distillation."""
+    """lk: -log(acceptance); lk_hybrid: KL fading into tv; tv: 1 - acceptance; ce, kl: distillation; top10: ce in which
+    the target's ten likeliest tokens count eleven times (HASS)."""
     ttt_steps: int = 3
     """Steps the head is unrolled on its own states (training-time test)."""
     ttt_start: float = 0.4
@@ -274,6 +354,7 @@ class RunConfig:
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     head: HeadSettings = field(default_factory=HeadSettings)
+    backbone: BackboneConfig = field(default_factory=BackboneConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainSettings
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -284,6 +365,11 @@ class RunConfig:
             raise ValueError(
                 f"name is {self.name!r}; it names a folder, so use letters, digits, '.', '_' and '-', "
                 "beginning with a letter or digit"
+            )
+        if self.backbone.lora_rank is not None and self.head.type not in JOINT_TYPES:
+            raise ValueError(
+                f"backbone.lora_rank is {self.backbone.lora_rank}, but a head of type {self.head.type} is trained on a "
+                f"frozen target: leave it out, or use head.type {' or '.join(JOINT_TYPES)}"
             )
 
 

@@ -1,4 +1,5 @@
-"""A trained head on disk: `model.safetensors` and `config.json` in native EAGLE-3 form, and the card `headstart.json`.
+"""A trained head on disk: `model.safetensors` and `config.json` in its family's public form, and the card
+`headstart.json`.
 
 The card says which target the head belongs to (a name and a fingerprint, never a path of this machine), how it was
 made and how well it does. Loading is strict: any missing, extra or misshapen tensor is named and refused.
@@ -20,9 +21,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from heads.eagle3 import Eagle3Head
+from heads.base import DraftHead, TargetWeights
 from heads.registry import FAMILIES, family_of_config
-from heads.vocab import DraftVocabulary, provenance_from_dict
+from heads.vocab import provenance_from_dict
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
@@ -58,7 +59,7 @@ class HeadCard:
     vocabulary: Mapping[str, Any] = field(default_factory=dict)
     certificate: Mapping[str, Any] = field(default_factory=dict)
 
-    def to_dict(self, head: Eagle3Head) -> dict[str, Any]:
+    def to_dict(self, head: DraftHead) -> dict[str, Any]:
         return {
             "headstart_version": CARD_VERSION,
             "target": asdict(self.target),
@@ -108,7 +109,7 @@ def portable_name(name: str) -> str:
 
 def save_head(
     folder: Path | str,
-    head: Eagle3Head,
+    head: DraftHead,
     card: HeadCard,
     *,
     dtype: torch.dtype | None = None,
@@ -120,7 +121,7 @@ def save_head(
     broken = [name for name, tensor in tensors.items() if tensor.numel() == 0 or not bool(torch.isfinite(tensor).all())]
     if broken:
         raise ValueError(f"refusing to save empty or non-finite tensors: {', '.join(broken)}")
-    native = head.config.to_native() | {"torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch.")}
+    native = head.config.to_native() | {"torch_dtype": str(dtype or head.dtype).removeprefix("torch.")}
     with staged_folder(folder) as staging:
         save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
         (staging / CONFIG_FILE).write_text(json.dumps(native, indent=2) + "\n")
@@ -148,23 +149,26 @@ def staged_folder(folder: Path) -> Iterator[Path]:
 
 def load_head(
     folder: Path | str,
-    embedding_weight: torch.Tensor | None = None,
+    weights: TargetWeights | None = None,
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
-) -> tuple[Eagle3Head, HeadCard]:
-    """Read a folder written by `save_head`; with `embedding_weight` (the target's, [V, H]) the head is ready to run."""
+) -> tuple[DraftHead, HeadCard]:
+    """Read a folder written by `save_head`; with the target's `weights` the head is ready to run."""
     folder = present_folder(Path(folder))
     card = read_card(folder)
     native = read_json(folder / CONFIG_FILE)
     family = FAMILIES[family_of_config(native)]
     config = family.config.from_native(native, num_target_layers=card.target.num_layers)
     tensors = read_tensors(folder / WEIGHTS_FILE)
-    head = family.head(config, _read_vocabulary(tensors, config.vocab_size, card))
+    try:
+        vocabulary = family.head.read_vocabulary(tensors, config, provenance_from_dict(card.vocabulary))
+    except ValueError as error:
+        raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
+    head = family.head(config, vocabulary)
     load_tensors(head, tensors, source=str(folder / WEIGHTS_FILE))
-    if embedding_weight is not None:
-        head.bind(embedding_weight)
-    return head.to(device=device, dtype=dtype), card
+    head.to(device=device, dtype=dtype)
+    return head if weights is None else head.bind(weights), card
 
 
 def read_card(folder: Path | str) -> HeadCard:
@@ -203,7 +207,7 @@ def check_target(card: HeadCard, *, fingerprint: str, name: str, hidden_size: in
 
 
 def load_tensors(
-    head: Eagle3Head, tensors: Mapping[str, torch.Tensor], *, source: str, spelling: Callable[[str], str] = str
+    head: DraftHead, tensors: Mapping[str, torch.Tensor], *, source: str, spelling: Callable[[str], str] = str
 ) -> None:
     """Fill every parameter and buffer of `head`; anything that does not fit exactly is named and refused.
 
@@ -296,15 +300,3 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or truncated: {error}") from error
-
-
-def _read_vocabulary(tensors: Mapping[str, torch.Tensor], vocab_size: int, card: HeadCard) -> DraftVocabulary:
-    missing = [name for name in ("d2t", "t2d") if name not in tensors]
-    if missing:
-        raise ValueError(f"the head's {WEIGHTS_FILE} lacks {', '.join(missing)}: its draft vocabulary has no map")
-    return DraftVocabulary.from_maps(
-        tensors["d2t"],
-        tensors["t2d"],
-        vocab_size=vocab_size,
-        provenance=provenance_from_dict(card.vocabulary),
-    )

@@ -1,4 +1,4 @@
-"""The head families that headstart knows. Adding one is one line in `FAMILIES`."""
+"""The head families that headstart knows. Adding one is one entry in `FAMILIES`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,64 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from heads import eagle3
+from heads import eagle1, eagle3, early_exit, hydra, medusa
+from heads.base import DraftHead, HeadConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A network and its config, and the `architectures` entry by which its checkpoints are recognised."""
+    """A network and its config, the `architectures` entry by which its checkpoints are recognised, and where it comes
+    from. settings: what a recipe's `head` section may say of it, beside what holds for all."""
 
-    config: type[eagle3.Eagle3Config]
-    head: type[eagle3.Eagle3Head]
+    config: type[HeadConfig]
+    head: type[DraftHead]
     architecture: str
+    title: str
+    paper: str
+    settings: frozenset[str] = frozenset()
 
 
 FAMILIES: Mapping[str, Family] = {
-    "eagle3": Family(config=eagle3.Eagle3Config, head=eagle3.Eagle3Head, architecture=eagle3.ARCHITECTURE),
+    "eagle3": Family(
+        config=eagle3.Eagle3Config,
+        head=eagle3.Eagle3Head,
+        architecture=eagle3.ARCHITECTURE,
+        title="EAGLE-3",
+        paper="Li et al. 2025, arXiv 2503.01840",
+        settings=frozenset({"norm_before_residual", "fc_norm", "norm_output"}),
+    ),
+    "eagle1": Family(
+        config=eagle1.Eagle1Config,
+        head=eagle1.Eagle1Head,
+        architecture=eagle1.ARCHITECTURE,
+        title="EAGLE and EAGLE-2",
+        paper="Li et al. 2024, arXiv 2401.15077 and 2406.16858",
+        settings=frozenset({"feature_loss", "feature_noise"}),
+    ),
+    "medusa": Family(
+        config=medusa.MedusaConfig,
+        head=medusa.MedusaHead,
+        architecture=medusa.ARCHITECTURE,
+        title="Medusa",
+        paper="Cai et al. 2024, arXiv 2401.10774",
+        settings=frozenset({"num_heads", "num_layers"}),
+    ),
+    "hydra": Family(
+        config=hydra.HydraConfig,
+        head=hydra.HydraHead,
+        architecture=hydra.ARCHITECTURE,
+        title="Hydra",
+        paper="Ankner et al. 2024, arXiv 2402.05109",
+        settings=frozenset({"num_heads", "num_layers", "prefix_layer"}),
+    ),
+    "early_exit": Family(
+        config=early_exit.EarlyExitConfig,
+        head=early_exit.EarlyExitHead,
+        architecture=early_exit.ARCHITECTURE,
+        title="early exit",
+        paper="Elhoushi et al. 2024, arXiv 2404.16710; Liu et al. 2024, arXiv 2404.18911",
+        settings=frozenset({"exit_layer"}),
+    ),
 }
 
 
@@ -31,3 +75,8 @@ def family_of_config(native: Mapping[str, Any]) -> str:
             return name
     known = ", ".join(family.architecture for family in FAMILIES.values())
     raise ValueError(f"config.json names architectures {architectures}; this version loads {known}")
+
+
+def family_of_head(head: DraftHead) -> str:
+    """The name of a network's family."""
+    return next(name for name, family in FAMILIES.items() if type(head) is family.head)

@@ -28,10 +28,10 @@ from typing import Any, Protocol
 
 import torch
 
-from heads.checkpoint import WEIGHTS_FILE, present_folder, read_card
+from heads.checkpoint import WEIGHTS_FILE, present_folder
 from infer.cost import CostModel
 from infer.divergence import tie_below
-from infer.drafters import LOOKUP, NO_DRAFT, Drafter, load_drafter
+from infer.drafters import NO_DRAFT, Drafter, adapter_of, head_folder, load_drafter
 from infer.drafters.base import TreeSettings
 from infer.engine import Engine
 from infer.evaluate import EvalPrompt
@@ -159,9 +159,10 @@ def audit(
     Raises ValueError before any check if the head was trained for another target.
     """
     refuse_no_draft(head)
+    adapter = adapter_of(head)
 
     def load(dtype: str) -> TargetModel:
-        return TargetModel.load(target, dtype=dtype, device=device)
+        return TargetModel.load(target, dtype=dtype, device=device, adapter=adapter)
 
     def make_drafter(target: TargetModel, *, hybrid: bool) -> Drafter:
         drafter = load_drafter(head, target, hybrid=hybrid)
@@ -484,12 +485,12 @@ def _facts(subject: Subject) -> dict[str, Any]:
 
 def _head_facts(head: str | Path) -> dict[str, Any]:
     """The head's name (the last part only of a path that begins at this machine's root), and the hash of its weights
-    (None for a lookup, which has none)."""
+    (None for drafters that were not trained)."""
     name = Path(head).name if Path(head).is_absolute() else str(head)
-    if str(head) == LOOKUP:
+    folder = head_folder(head)
+    if folder is None:
         return {"head": name, "head_sha256": None}
-    read_card(head)  # which says what is wrong with a folder that is no head
-    weights = present_folder(Path(head)) / WEIGHTS_FILE
+    weights = present_folder(folder) / WEIGHTS_FILE
     return {"head": name, "head_sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
 
 

@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from infer.cost import CostModel
 from infer.request import Request, RequestLaw
 from infer.sampling import GREEDY_BELOW, SamplingParams
 from infer.tree import ROOT, DraftTree, OneHot
 from infer.verify import KindType, Verdict
 
 if TYPE_CHECKING:
-    from infer.drafters.base import Drafter, DraftLimit, TreeSettings
+    from infer.drafters.base import Drafter, DraftLimit, Room
     from infer.drafters.growing import TreeGrower
     from infer.engine import Engine
 
@@ -228,8 +227,8 @@ class ProposalLog:
     def spent_milliseconds(self) -> float:
         return self.drafter.spent_milliseconds
 
-    def open(self, *, num_slots: int, num_columns: int, tree: TreeSettings, cost: CostModel) -> None:
-        self.drafter.open(num_slots=num_slots, num_columns=num_columns, tree=tree, cost=cost)
+    def open(self, room: Room) -> None:
+        self.drafter.open(room)
 
     def observe(self, request: Request, states: Tensor | None) -> None:
         self.drafter.observe(request, states)

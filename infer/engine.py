@@ -20,7 +20,7 @@ import torch
 from infer.cache import SlotAllocator, SlotCache
 from infer.chat import Message, encode_text, render_prompt, token_id_list
 from infer.cost import CostModel, cost_of
-from infer.drafters.base import Drafter, DraftLimit, TreeSettings
+from infer.drafters.base import Drafter, DraftLimit, Room, TreeSettings
 from infer.exactness import ANY_KIND, choose_rule
 from infer.fixed import CHUNK, checked_row_width
 from infer.growth import fit
@@ -362,7 +362,8 @@ class Engine:
         """Allocate the cache, or a larger one while nothing runs."""
         longest = max((len(request.prompt_ids) + request.params.max_tokens for request in requests), default=0)
         num_columns = self.max_length or longest
-        num_columns += self.tree.max_nodes if self.drafter is not None else 0
+        if self.drafter is not None:  # a drafter that shares the cache writes more rows than verification
+            num_columns += max(self.tree.max_nodes, self.tree.max_depth * self.tree.beam + 1)
         grain = 64 if self.row_width is None else CHUNK
         num_columns = -(-num_columns // grain) * grain
         num_slots = min(self.max_requests, len(requests) + len(self._running) + len(self._waiting))
@@ -382,7 +383,10 @@ class Engine:
         self._cache = self.target.new_cache(num_slots=num_slots, num_columns=num_columns)
         self._slots = SlotAllocator(num_slots)
         if self.drafter is not None:
-            self.drafter.open(num_slots=num_slots, num_columns=num_columns, tree=self.tree, cost=self._tree_cost)
+            room = Room(
+                num_slots=num_slots, num_columns=num_columns, tree=self.tree, cost=self._tree_cost, cache=self._cache
+            )
+            self.drafter.open(room)
 
     def _choose_rule(self, exactness: str | None, rule: str | None) -> Rule:
         """The rule that keeps `exactness` with what this engine's drafter proposes."""
@@ -474,13 +478,15 @@ def load_engine(
 ) -> Engine:
     """An engine from an augmented model's folder (or `none`, `ngram`, which need a target).
 
-    `target` overrides the one that the head names. Raises ValueError if the head was trained for another target.
+    `target` overrides the one that the head names; the adapter of a head that was trained along with it is merged in.
+    Raises ValueError if the head was trained for another target.
     """
-    from infer.drafters import load_drafter, resolve_target
+    from infer.drafters import adapter_of, load_drafter, resolve_target
 
     choose_rule(exactness, rule)  # a mistake here is told before the target loads
     if not isinstance(target, TargetModel):
-        target = TargetModel.load(resolve_target(head, target), dtype=dtype, device=device)
+        source = resolve_target(head, target)
+        target = TargetModel.load(source, dtype=dtype, device=device, adapter=adapter_of(head))
     is_chain = tree is not None and tree.branch == 1  # a lookup beside the head would make it a tree
     return Engine(
         target,

@@ -1,42 +1,80 @@
 """Convert a GGUF file to an ordinary Hugging Face folder in float32, and prove that nothing was lost.
 
 transformers does the conversion; it only logs tensors that it cannot place and leaves their parameters as
-they were initialised, and it drops the tokenizer's pre-splitting of digits. So the saved folder is compared
-with the GGUF tensor by tensor, each parameter has to come from somewhere, and the tokenizer is repaired and
-checked. Knows the `llama` architecture; another one is refused until its names stand in `_TENSOR_NAMES`.
+they were initialised, it drops the tokenizer's pre-splitting of digits, and what a file leaves unsaid becomes
+a class's default. So the saved folder is compared with the GGUF tensor by tensor, each parameter has to come
+from somewhere, the tokenizer is repaired, and tokenizer and configuration are held against known facts.
+Knows the architectures in `_ARCHITECTURES`; another one is refused.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TokenizerFacts", "convert_gguf", "verify_loads", "verify_weights"]
+__all__ = ["ModelFacts", "convert_gguf", "verify_loads", "verify_weights"]
 
-_TENSOR_NAMES = {
-    "llama": {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight",
-        "attn_norm.weight": "input_layernorm.weight",
-        "attn_q.weight": "self_attn.q_proj.weight",
-        "attn_k.weight": "self_attn.k_proj.weight",
-        "attn_v.weight": "self_attn.v_proj.weight",
-        "attn_output.weight": "self_attn.o_proj.weight",
-        "ffn_norm.weight": "post_attention_layernorm.weight",
-        "ffn_gate.weight": "mlp.gate_proj.weight",
-        "ffn_up.weight": "mlp.up_proj.weight",
-        "ffn_down.weight": "mlp.down_proj.weight",
-    }
+
+@dataclass(frozen=True, kw_only=True)
+class _Architecture:
+    """How an architecture's tensors are called in a GGUF and in transformers, and what a GGUF does to their values.
+
+    rotary: kinds of tensors whose rows a GGUF reorders, and the setting that says how many heads they have.
+    norm_offset: what a GGUF adds to the weights of norms. tokenizer: the kind of its vocabulary. splits: the kinds of
+    pre-tokenisation that are known, and whether each isolates digits before the GPT-2 split (None: there is no such
+    split, for sentencepiece cuts by its merges alone).
+    """
+
+    names: Mapping[str, str]
+    tokenizer: str
+    splits: Mapping[str, bool | None]
+    rotary: Mapping[str, str] = field(default_factory=dict)
+    norm_offset: float = 0.0
+
+
+_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
 }
-# Whether a kind of pre-tokenisation isolates digits before the GPT-2 split.
-_DIGITS_STAND_ALONE = {"smollm": True, "gpt-2": False}
+_ARCHITECTURES = {
+    "llama": _Architecture(
+        names={**_NAMES, "ffn_norm.weight": "post_attention_layernorm.weight"},
+        tokenizer="gpt2",
+        splits={"smollm": True, "gpt-2": False},
+        rotary={"attn_q.weight": "attention.head_count", "attn_k.weight": "attention.head_count_kv"},
+    ),
+    "gemma3": _Architecture(
+        names={
+            **_NAMES,
+            "attn_q_norm.weight": "self_attn.q_norm.weight",
+            "attn_k_norm.weight": "self_attn.k_norm.weight",
+            "post_attention_norm.weight": "post_attention_layernorm.weight",
+            "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+            "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+        },
+        tokenizer="llama",
+        splits={"default": None},
+        # Gemma multiplies by one plus the weight; a GGUF holds the sum.
+        norm_offset=1.0,
+    ),
+}
 
 _ENTROPY_PROMPT = "The capital of France is"
 _ROUND_TRIP_TEXTS = (
@@ -53,17 +91,23 @@ _ROUND_TRIP_TEXTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerFacts:
-    """What a converted tokenizer must agree with."""
+class ModelFacts:
+    """What a converted model must agree with.
+
+    has_chat_template: a base model has none. golden_ids: texts and the ids that the model's own tokenizer gives them,
+    its special tokens included. config: settings of the model's own configuration, above all those that a GGUF does
+    not state.
+    """
 
     bos_token_id: int
     eos_token_id: int
     pad_token_id: int
+    has_chat_template: bool = True
     golden_ids: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Texts and the ids that the model's own tokenizer gives them."""
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
-def convert_gguf(file: Path, folder: Path, *, facts: TokenizerFacts) -> None:
+def convert_gguf(file: Path, folder: Path, *, facts: ModelFacts) -> None:
     """Write the model and tokenizer of a GGUF file to the new `folder`; ValueError if a check fails."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -85,7 +129,7 @@ def convert_gguf(file: Path, folder: Path, *, facts: TokenizerFacts) -> None:
     tokenizer.save_pretrained(folder)
     del model
     verify_weights(file, folder)
-    verify_loads(folder, facts=facts, tokens=metadata["tokenizer.ggml.tokens"])
+    verify_loads(folder, facts=facts, tokens=_token_spellings(metadata))
 
 
 def verify_weights(file: Path, folder: Path) -> None:
@@ -96,17 +140,14 @@ def verify_weights(file: Path, folder: Path) -> None:
 
     reader = gguf.GGUFReader(file)
     metadata = _read_metadata(file)
-    names = _TENSOR_NAMES[_architecture(metadata)]
-    heads = {
-        "attn_q.weight": int(metadata["llama.attention.head_count"]),
-        "attn_k.weight": int(metadata["llama.attention.head_count_kv"]),
-    }
+    name, architecture = _architecture(metadata)
+    heads = {kind: int(metadata[f"{name}.{setting}"]) for kind, setting in architecture.rotary.items()}
     shards: list[Any] = [safe_open(shard, framework="pt") for shard in sorted(folder.glob("*.safetensors"))]
     unfilled = {key: shard for shard in shards for key in shard.keys()}  # noqa: SIM118 (not a mapping)
     faults: list[str] = []
     for tensor in reader.tensors:
         kind = re.sub(r"^blk\.\d+\.", "", tensor.name)
-        saved_name = _saved_name(tensor.name, names)
+        saved_name = _saved_name(tensor.name, architecture.names)
         if saved_name is None or saved_name not in unfilled:
             faults.append(f"{tensor.name} of the file was not used")
             continue
@@ -118,6 +159,8 @@ def verify_weights(file: Path, folder: Path) -> None:
         expected = torch.from_numpy(values.copy())
         if kind in heads:
             expected = _undo_rotary_order(expected, heads[kind])
+        if kind.endswith("norm.weight"):
+            expected = expected - architecture.norm_offset
         saved = unfilled.pop(saved_name).get_tensor(saved_name)
         if saved.shape != expected.shape or not torch.equal(saved, expected):
             faults.append(f"{saved_name} differs from {tensor.name} of the file")
@@ -127,11 +170,12 @@ def verify_weights(file: Path, folder: Path) -> None:
         raise ValueError(f"the conversion of {file.name} is not faithful: {shown}. Try another transformers version")
 
 
-def verify_loads(folder: Path, *, facts: TokenizerFacts, tokens: list[str] | None = None) -> float:
+def verify_loads(folder: Path, *, facts: ModelFacts, tokens: list[str] | None = None) -> float:
     """Load the folder afresh and check it; returns the entropy (nats) of a first next-token distribution."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    _check_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), facts)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     _check_tokenizer(tokenizer, facts, tokens)
     # The stubs do not know that output_loading_info makes it return a pair.
@@ -166,16 +210,14 @@ def _read_metadata(file: Path) -> dict[str, Any]:
     return {name: field.contents() for name, field in reader.fields.items()}
 
 
-def _architecture(metadata: dict[str, Any]) -> str:
-    architecture = str(metadata.get("general.architecture"))
-    if architecture not in _TENSOR_NAMES:
-        raise ValueError(
-            f"the GGUF file holds the architecture {architecture!r}; supported: {', '.join(_TENSOR_NAMES)}"
-        )
-    return architecture
+def _architecture(metadata: dict[str, Any]) -> tuple[str, _Architecture]:
+    name = str(metadata.get("general.architecture"))
+    if name not in _ARCHITECTURES:
+        raise ValueError(f"the GGUF file holds the architecture {name!r}; supported: {', '.join(_ARCHITECTURES)}")
+    return name, _ARCHITECTURES[name]
 
 
-def _saved_name(gguf_name: str, names: dict[str, str]) -> str | None:
+def _saved_name(gguf_name: str, names: Mapping[str, str]) -> str | None:
     block = re.match(r"blk\.(\d+)\.(.+)", gguf_name)
     if block is None:
         return names.get(gguf_name)
@@ -190,7 +232,7 @@ def _undo_rotary_order(weight: Any, num_heads: int) -> Any:
     return paired.transpose(1, 2).reshape(rows, width)
 
 
-def _clean_config(model: Any, facts: TokenizerFacts) -> None:
+def _clean_config(model: Any, facts: ModelFacts) -> None:
     config = model.config
     # The GGUF's display name, which transformers would keep in config.json as if it were a setting.
     if "_model_name_or_path" in vars(config):
@@ -206,26 +248,49 @@ def _clean_config(model: Any, facts: TokenizerFacts) -> None:
 
 def _repair_tokenizer(tokenizer: PreTrainedTokenizerBase, metadata: dict[str, Any], *, max_length: int) -> None:
     """Restore what the conversion leaves out: the digit split, the longest input, the template as stored."""
-    from tokenizers import pre_tokenizers
-
-    kind = str(metadata.get("tokenizer.ggml.pre"))
-    if kind not in _DIGITS_STAND_ALONE:
-        raise ValueError(f"the GGUF's tokenizer splits text as {kind!r}; supported: {', '.join(_DIGITS_STAND_ALONE)}")
-    split: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
-    if _DIGITS_STAND_ALONE[kind]:
-        split.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    backend: Any = tokenizer
-    backend.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+    name, architecture = _architecture(metadata)
+    kind, split = str(metadata.get("tokenizer.ggml.model")), str(metadata.get("tokenizer.ggml.pre"))
+    if kind != architecture.tokenizer:
+        raise ValueError(f"the GGUF's tokenizer is of kind {kind!r}; supported for {name}: {architecture.tokenizer!r}")
+    if split not in architecture.splits:
+        raise ValueError(f"the GGUF's tokenizer splits text as {split!r}; supported: {', '.join(architecture.splits)}")
+    digits_stand_alone = architecture.splits[split]
+    if digits_stand_alone is not None:
+        _set_byte_level_split(tokenizer, digits_stand_alone=digits_stand_alone)
     tokenizer.model_max_length = max_length
     tokenizer.chat_template = metadata.get("tokenizer.chat_template")
 
 
-def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, facts: TokenizerFacts, tokens: list[str] | None) -> None:
+def _set_byte_level_split(tokenizer: PreTrainedTokenizerBase, *, digits_stand_alone: bool) -> None:
+    from tokenizers import pre_tokenizers
+
+    split: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    if digits_stand_alone:
+        split.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    backend: Any = tokenizer
+    backend.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+
+
+def _token_spellings(metadata: dict[str, Any]) -> list[str]:
+    """The file's tokens as the converted tokenizer spells them: sentencepiece's runs of spaces are stored as such."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    if metadata.get("tokenizer.ggml.model") != "llama":
+        return tokens
+    return ["\u2581" * len(token) if token and not token.strip(" ") else token for token in tokens]
+
+
+def _check_config(config: dict[str, Any], facts: ModelFacts) -> None:
+    for name, expected in facts.config.items():
+        if config.get(name) != expected:
+            raise ValueError(f"the converted configuration has {name} {config.get(name)!r}; expected {expected!r}")
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, facts: ModelFacts, tokens: list[str] | None) -> None:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         given, expected = getattr(tokenizer, name), getattr(facts, name)
         if given != expected:
             raise ValueError(f"the converted tokenizer has {name} {given}; expected {expected}")
-    if not tokenizer.chat_template:
+    if facts.has_chat_template and not tokenizer.chat_template:
         raise ValueError("the converted tokenizer has no chat template; the GGUF file carries none")
     if tokens is not None and tokenizer.convert_ids_to_tokens(list(range(len(tokens)))) != tokens:
         raise ValueError("the converted tokenizer gives other tokens to some ids than the GGUF file does")
@@ -234,6 +299,6 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, facts: TokenizerFacts, 
         if ids != expected_ids:
             raise ValueError(f"the converted tokenizer turns {text!r} into {list(ids)}; expected {list(expected_ids)}")
     for text in _ROUND_TRIP_TEXTS:
-        back = tokenizer.decode(tokenizer(text).input_ids, clean_up_tokenization_spaces=False)
+        back = tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids, clean_up_tokenization_spaces=False)
         if back != text:
             raise ValueError(f"the converted tokenizer turns {text!r} into {back!r} and not back into itself")

@@ -27,8 +27,8 @@ from torch.nn import functional
 
 from infer.chat import token_id_list
 from infer.cost import CONTEXT, WIDTHS, CostModel, measure_target, median_milliseconds, save_cost
-from infer.drafters.base import Drafter, TreeSettings
-from infer.drafters.head import HeadDrafter
+from infer.drafters.base import Drafter, Room, TreeSettings
+from infer.drafters.head import HeadDrafter, RecurrentStepper
 from infer.fixed import CHUNK
 from infer.machine import dtype_name, machine_facts
 from infer.request import Request, RequestLaw
@@ -305,16 +305,13 @@ def _joined(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _draft_cost(drafter: Drafter | None, cost: CostModel, bandwidth: float) -> DraftCost | None:
-    if not isinstance(drafter, HeadDrafter):
+    if not isinstance(drafter, HeadDrafter) or not isinstance(drafter.stepper, RecurrentStepper):
         return None
-    head = drafter.head
-    tree = TreeSettings(adaptive=False)
-    drafter.open(num_slots=1, num_columns=192, tree=tree, cost=cost)
-    # The fusion of the target's states runs once a round, and the embedding is looked up.
-    num_bytes = sum(weight.nbytes for name, weight in head.named_parameters() if not name.startswith("fc."))
+    drafter.open(Room(num_slots=1, num_columns=192, tree=TreeSettings(), cost=cost))
+    num_bytes = drafter.stepper.num_step_bytes
     return DraftCost(
         name=drafter.name,
-        step_milliseconds=drafter.stepper.measure_step(),
+        step_milliseconds=drafter.stepper.step_milliseconds,
         weight_megabytes=num_bytes / _MEGABYTE,
         floor_milliseconds=1e3 * num_bytes / bandwidth,
     )

@@ -27,7 +27,8 @@ class RowGroup:
 
     Row `i` is stored in column `prefix + offset + i`. It sees columns `0 .. prefix-1` and, of the columns from
     `prefix` on, those that `ancestors[i]` [N, offset + N] marks (itself included). `ancestors=None` with offset 0
-    means a chain: row `i` sees rows `0 .. i`. `depths[i]` is the row's position minus `prefix`.
+    means a chain: row `i` sees rows `0 .. i`. `depths[i]` is the row's position minus `prefix`, and `offset_depths`
+    [offset] the same of the rows that lie in the columns between.
     """
 
     slot: int
@@ -36,6 +37,7 @@ class RowGroup:
     depths: Sequence[int] | None = None
     ancestors: np.ndarray | None = None
     offset: int = 0
+    offset_depths: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         assert self.tokens, "a row group has at least one row"
@@ -78,10 +80,12 @@ class GrowingRows:
         self.prefix = prefix
         self._row_of_node: dict[int, int] = {}
         self._masks: list[np.ndarray] = []
+        self._depths: list[int] = []
 
     def add(self, nodes: Sequence[int], parents: Sequence[int], tokens: Sequence[int], depth: int) -> RowGroup:
         """The rows of `nodes`, all at `depth` (a child of the tree's root is at depth 1, position `prefix`)."""
-        offset = len(self._masks)
+        offset_depths = tuple(self._depths)
+        offset = len(offset_depths)
         ancestors = np.zeros((len(nodes), offset + len(nodes)), dtype=bool)
         for i, (node, parent) in enumerate(zip(nodes, parents, strict=True)):
             if depth > 1:
@@ -90,10 +94,12 @@ class GrowingRows:
             ancestors[i, offset + i] = True
             self._row_of_node[node] = offset + i
             self._masks.append(ancestors[i])
+            self._depths.append(depth - 1)
         return RowGroup(
             slot=self.slot,
             prefix=self.prefix,
             offset=offset,
+            offset_depths=offset_depths,
             tokens=tokens,
             depths=[depth - 1] * len(nodes),
             ancestors=ancestors,
@@ -197,7 +203,8 @@ class PackedRows:
         depths = np.arange(len(group.tokens)) if group.depths is None else np.asarray(group.depths)
         if group.prefix + int(depths.max()) < window:
             return
-        assert group.offset == 0, "windows need the position of every column, which an offset hides"
+        assert len(group.offset_depths) == group.offset, "windows need the position of every column"
         positions = group.prefix + depths
-        column_positions = np.concatenate([np.arange(group.prefix), positions])
+        tree_positions = group.prefix + np.asarray([*group.offset_depths, *depths])
+        column_positions = np.concatenate([np.arange(group.prefix), tree_positions])
         rows[:, : group.num_columns] &= column_positions[None, :] > positions[:, None] - window

@@ -9,9 +9,8 @@ Shapes: R packed rows, H hidden, V rows of the LM head, T tokens of a sequence.
 
 from __future__ import annotations
 
-import hashlib
+import copy
 import inspect
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,10 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from heads.base import TargetWeights, final_tap
 from heads.checkpoint import HeadCard, TargetReference, check_target
-from infer import attention
+from infer import attention, views
+from infer.adapter import ADAPTED, BACKBONE, BASE_FINGERPRINT, Adapter
 from infer.cache import SlotCache
 from infer.chat import tokenizer_hash
+from infer.fingerprint import fingerprint_of
 from infer.fixed import FixedRows, forwards
 from infer.fuse import FusedProjections
 from infer.grammar import Grammars
@@ -64,7 +66,7 @@ class TargetModel:
         self.name = name
         self.config = model.config
         self.decoder: nn.Module = model.base_model
-        self.layers = _decoder_layers(model)
+        self.layers = _decoder_layers(model, int(self.config.num_hidden_layers))
         self.num_layers = len(self.layers)
         self.hidden_size = int(self.config.hidden_size)
         weight = model.get_output_embeddings().weight
@@ -88,12 +90,14 @@ class TargetModel:
         device: str = "cpu",
         tokenizer: Any | None = None,
         revision: str | None = None,
+        adapter: Adapter | None = None,
     ) -> TargetModel:
         """Load a target from a local folder or a Hub name.
 
         `dtype`: float32, bfloat16, float16, or auto, which on a CPU measures whether bfloat16 or float32 is faster
-        here and elsewhere takes bfloat16. `device`: a torch device, or auto for a GPU if there is one. Raises
-        ValueError with the reason if the model cannot be decoded exactly.
+        here and elsewhere takes bfloat16. `device`: a torch device, or auto for a GPU if there is one. `adapter`: that
+        of a head which was trained along with its target (`Adapter.of_head`); it is merged in. Raises ValueError with
+        the reason if the model cannot be decoded exactly.
         """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -120,7 +124,11 @@ class TargetModel:
             model = read(torch.bfloat16 if dtype == "auto" else DTYPES[dtype])
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-        return cls.wrap(model, tokenizer, name=path.name if path.is_dir() else str(source))
+        name = path.name if path.is_dir() else str(source)
+        if adapter is not None:
+            adapter.apply(model, tokenizer, name=name, read=read)
+            name = f"{name} {ADAPTED}"
+        return cls.wrap(model, tokenizer, name=name)
 
     @classmethod
     def wrap(cls, model: Any, tokenizer: Any | None = None, *, name: str = "model") -> TargetModel:
@@ -131,6 +139,35 @@ class TargetModel:
         target._enter()
         target._prove()
         return target
+
+    def truncated(self, num_layers: int) -> TargetModel:
+        """This target's first layers, its final norm and LM head behind them: a view that shares all weights.
+
+        It also runs on the target's own cache, whose rows mean the same to both.
+        """
+        if not 1 <= num_layers <= self.num_layers:
+            raise ValueError(f"{self.name} has layers 1 to {self.num_layers}; its first {num_layers} were asked for")
+        return self.view(views.with_first_layers(self.model, self.layers, num_layers), num_layers=num_layers)
+
+    def view(self, model: Any, *, num_layers: int | None = None) -> TargetModel:
+        """This target with another look at its modules (`infer.views`)."""
+        view = copy.copy(self)
+        view.model, view.decoder = model, model.base_model
+        view.layers = _decoder_layers(model, self.num_layers if num_layers is None else num_layers)
+        view.num_layers = len(view.layers)
+        view.vocab_size = int(model.get_output_embeddings().out_features)
+        view._fingerprint = None
+        return view
+
+    def twin(self, *, own_layers: bool) -> Any:
+        """The stock model anew, with modules of its own, over this target's weights: none is copied, or (`own_layers`)
+        only those of the decoder's layers. What is done to it leaves this target as it is."""
+        with self.stock() as model:
+            shared = [*model.parameters(), *model.buffers()]
+            if own_layers:
+                owned = {id(tensor) for layer in self.layers for tensor in (*layer.parameters(), *layer.buffers())}
+                shared = [tensor for tensor in shared if id(tensor) not in owned]
+            return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
     def _enter(self) -> None:
         attention.register()
@@ -163,6 +200,11 @@ class TargetModel:
         return weight
 
     @property
+    def weights(self) -> TargetWeights:
+        """What heads read of this target."""
+        return TargetWeights(embedding=self.embedding_weight, lm_head=self.lm_head_weight)
+
+    @property
     def final_norm(self) -> nn.Module:
         """The norm between the last layer and the LM head."""
         for name in ("norm", "final_layer_norm", "ln_f", "final_layernorm"):
@@ -182,16 +224,7 @@ class TargetModel:
         """A hash of configuration, a sample of every parameter and the vocabulary: equal for equal targets in one dtype
         or another (the sample is rounded to bfloat16)."""
         if self._fingerprint is None:
-            digest = hashlib.sha256()
-            keys = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-            digest.update(json.dumps({key: getattr(self.config, key, None) for key in keys}).encode())
-            for name, parameter in self.model.named_parameters():
-                stride = max(1, parameter.numel() // 512)
-                sample = parameter.detach().flatten()[::stride].to(torch.bfloat16).cpu().view(torch.int16)
-                digest.update(name.encode() + sample.numpy().tobytes())
-            if self.tokenizer is not None:
-                digest.update(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode())
-            self._fingerprint = digest.hexdigest()[:32]
+            self._fingerprint = fingerprint_of(self.model, self.tokenizer)
         return self._fingerprint
 
     @property
@@ -208,6 +241,11 @@ class TargetModel:
 
     def check_card(self, card: HeadCard) -> None:
         """Raise ValueError unless the head that `card` describes was made for this target."""
+        if card.training.get(BACKBONE, {}).get(BASE_FINGERPRINT) == self.fingerprint != card.target.fingerprint:
+            raise ValueError(
+                f"the head was trained along with {card.target.name}, and belongs to it with the head's adapter merged "
+                "in: load the target with TargetModel.load(..., adapter=Adapter.of_head(folder))"
+            )
         check_target(
             card,
             fingerprint=self.fingerprint,
@@ -242,7 +280,8 @@ class TargetModel:
         """One forward over the rows of `groups`, whose keys and values are written to `cache`.
 
         `logit_rows`: packed row numbers whose logits are wanted, ascending (all if None). `taps`: Hugging Face
-        `hidden_states` indices (0 = embeddings, i = output of layer i before any final norm). `row_width`: as many
+        `hidden_states` indices (0 = embeddings, i = output of layer i before any final norm, and one more than there
+        are layers: after the final norm). `row_width`: as many
         forwards of exactly that many rows as it takes (`infer.fixed`), with logits that do not depend on what the rows
         share them with.
         """
@@ -276,7 +315,7 @@ class TargetModel:
         self, rows: PackedRows | FixedRows, logit_rows: Sequence[int] | None, taps: Sequence[int]
     ) -> TargetOutput:
         keep = None if logit_rows is None else torch.tensor(list(logit_rows), device=self.device)
-        with self._tapped(taps) as states:
+        with self.tapped(taps) as states:
             arguments: dict[str, Any] = {PACKED_ROWS: rows}
             if self._keep_argument and keep is not None:
                 arguments["logits_to_keep"] = keep
@@ -312,7 +351,7 @@ class TargetModel:
         cache = self.new_cache(num_slots=len(rows), num_columns=max(len(row) for row in rows))
         groups = [RowGroup(slot=slot, prefix=0, tokens=row) for slot, row in enumerate(rows)]
         packed = PackedRows(groups, cache)
-        with self._tapped(taps) as states:
+        with self.tapped(taps) as states:
             output = self.decoder(
                 input_ids=packed.token_ids[None],
                 position_ids=packed.positions[None],
@@ -325,12 +364,13 @@ class TargetModel:
         return [Features(taps=t, last=s) for t, s in zip(tapped, last, strict=True)]
 
     @contextmanager
-    def _tapped(self, taps: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+    def tapped(self, taps: Sequence[int]) -> Iterator[list[torch.Tensor]]:
         """Collects the states [R, H] at `taps`, in the order given, during one forward."""
         for tap in taps:
-            if not 0 <= tap <= self.num_layers:
+            if not 0 <= tap <= final_tap(self.num_layers):
                 raise ValueError(
-                    f"tap {tap} is out of range: this target has hidden_states 0 (embeddings) to {self.num_layers}"
+                    f"tap {tap} is out of range: this target has hidden_states 0 (embeddings) to {self.num_layers}, "
+                    f"and {final_tap(self.num_layers)} stands for the state after its final norm"
                 )
         states: list[torch.Tensor] = [torch.empty(0)] * len(taps)
         handles = []
@@ -351,6 +391,8 @@ class TargetModel:
         for index, tap in enumerate(taps):
             if tap < self.num_layers:
                 handles.append(self.layers[tap].register_forward_pre_hook(before(index), with_kwargs=True))
+            elif tap == final_tap(self.num_layers):
+                handles.append(self.final_norm.register_forward_hook(after(index)))
             else:
                 handles.append(self.layers[tap - 1].register_forward_hook(after(index)))
         try:
@@ -458,8 +500,7 @@ def refuse_missing(source: str | Path) -> None:
         )
 
 
-def _decoder_layers(model: Any) -> list[nn.Module]:
-    num_layers = int(model.config.num_hidden_layers)
+def _decoder_layers(model: Any, num_layers: int) -> list[nn.Module]:
     for module in model.base_model.children():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return list(module)

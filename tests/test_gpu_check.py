@@ -107,6 +107,7 @@ def _without_ancestors(group: RowGroup) -> RowGroup:
         depths=group.depths,
         ancestors=np.ones_like(group.ancestors),
         offset=group.offset,
+        offset_depths=group.offset_depths,
     )
 
 

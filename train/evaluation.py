@@ -17,36 +17,37 @@ from collections.abc import Sequence
 import torch
 
 from configs.schema import EvalConfig
-from heads.eagle3 import Eagle3Head
+from heads.base import DraftHead
+from heads.unroll import Batch
 from infer.bench import benchmark
 from infer.cost import CostModel
 from infer.drafters.base import TreeSettings
-from infer.drafters.head import HeadDrafter
 from infer.drafters.hybrid import HybridDrafter
 from infer.drafters.ngram import NgramDrafter
+from infer.drafters.spec import head_drafter
 from infer.engine import Engine
 from infer.evaluate import AcceptanceReport, EvalPrompt, evaluate
 from infer.target import TargetModel
-from train.unroll import Batch, Teacher, plan_rows, unrolled_loss, unrolled_states
+from train.unroll import Teacher, plan_rows, unrolled_loss
 
 CHAIN_DEPTH = 5
 NUM_TIMED_PROMPTS = 5
 
 
-def decoding_copy(head: Eagle3Head, target: TargetModel) -> Eagle3Head:
+def decoding_copy(head: DraftHead, target: TargetModel) -> DraftHead:
     """The head as it is served: in the target's dtype, on its device, apart from the one in training."""
     twin = copy.deepcopy(head).to(device=target.device, dtype=target.dtype)
-    return twin.bind(target.embedding_weight).eval()
+    return twin.bind(target.weights).eval()
 
 
 def decode_acceptance(
-    target: TargetModel, head: Eagle3Head, prompts: Sequence[EvalPrompt], settings: EvalConfig
+    target: TargetModel, head: DraftHead, prompts: Sequence[EvalPrompt], settings: EvalConfig
 ) -> AcceptanceReport:
     """Acceptance of a chain of `CHAIN_DEPTH` drafts on the first held-out prompts."""
     prompts = prompts[: settings.prompts]
     engine = Engine(
         target,
-        HeadDrafter(decoding_copy(head, target)),
+        head_drafter(decoding_copy(head, target), target),
         max_requests=len(prompts),
         tree=TreeSettings.chain(CHAIN_DEPTH),
         cost=CostModel.free(),
@@ -61,14 +62,16 @@ def decode_acceptance(
 
 
 def decode_speed(
-    target: TargetModel, head: Eagle3Head, prompts: Sequence[EvalPrompt], settings: EvalConfig
+    target: TargetModel, head: DraftHead, prompts: Sequence[EvalPrompt], settings: EvalConfig
 ) -> dict[str, float]:
     """Tokens a second with the head as users get it (an adaptive tree, joined by the lookup) against plain decoding.
 
     The first few held-out prompts, at the first temperature, one after the other and interleaved with plain decoding:
     enough for a curve, not for a claim (`headstart bench` is for those).
     """
-    engine = Engine(target, HybridDrafter([HeadDrafter(decoding_copy(head, target)), NgramDrafter()]), max_requests=1)
+    engine = Engine(
+        target, HybridDrafter([head_drafter(decoding_copy(head, target), target), NgramDrafter()]), max_requests=1
+    )
     report = benchmark(
         engine,
         prompts[:NUM_TIMED_PROMPTS],
@@ -90,7 +93,7 @@ def decode_speed(
 
 @torch.no_grad()
 def teacher_forced(
-    head: Eagle3Head, batches: Sequence[Batch], teacher: Teacher, *, num_steps: int
+    head: DraftHead, batches: Sequence[Batch], teacher: Teacher, *, num_steps: int
 ) -> dict[str, list[float]]:
     """Agreement and overlap by depth over held-out rows."""
     agreeing, overlapping, counted = [0.0] * num_steps, [0.0] * num_steps, [0] * num_steps
@@ -109,7 +112,7 @@ def teacher_forced(
 
 
 @torch.no_grad()
-def simulate_rounds(head: Eagle3Head, batch: Batch, *, depth: int) -> list[int]:
+def simulate_rounds(head: DraftHead, batch: Batch, *, depth: int) -> list[int]:
     """Lengths of the rounds in which a greedy chain of `depth` drafts would have decoded one greedy answer.
 
     Computed from the training graph on the finished text (one sequence whose answer runs to its end). In float32 it
@@ -118,10 +121,9 @@ def simulate_rounds(head: Eagle3Head, batch: Batch, *, depth: int) -> list[int]:
     length = len(batch)
     start = int(batch.loss_mask.nonzero()[0])
     plan = plan_rows(batch.loss_mask, batch.lengths, depth)
-    states = unrolled_states(head, batch, plan)
     matched = []  # matched[step]: rows whose draft at this step is the text's own token
-    for step, (rows, step_states) in enumerate(zip(plan, states, strict=True)):
-        drafted = head.target_ids[head.logits(step_states).argmax(-1)]
+    for step, (rows, answer) in enumerate(zip(plan, head.unroll(batch, plan), strict=True)):
+        drafted = head.target_ids[answer.logits().argmax(-1)]
         matched.append(set(rows[drafted == batch.token_ids[rows + 2 + step]].tolist()))
     rounds, position = [], start  # position of the last emitted token; prefill emits the answer's first
     while position + 1 < length:

@@ -1,9 +1,10 @@
 """The target's states for training rows: computed when first needed, kept in a checked file within a budget.
 
 A row's features are computed alone, so they are the same whenever and beside whatever other rows they are computed,
-and a resumed run sees the very numbers an uninterrupted one does. The cache is one memory-mapped file of 4H values a
-token (three taps and the final-normed state) in the target's dtype, filled row by row; a journal beside it lists the
-rows that are complete, each with a checksum. Its folder is named by a hash of everything the numbers depend on.
+and a resumed run sees the very numbers an uninterrupted one does. The cache is one memory-mapped file of a token's
+tapped states and its final-normed one (stored once if a head taps that) in the target's dtype, filled row by row; a
+journal beside it lists the rows that are complete, each with a checksum. Its folder is named by a hash of everything
+the numbers depend on.
 
 Rows beyond the budget are computed again at every visit: no budget, no cache.
 
@@ -23,6 +24,7 @@ from typing import Protocol
 
 import torch
 
+from heads.base import final_tap
 from infer.chat import Rendered
 from infer.target import TargetModel
 
@@ -35,7 +37,8 @@ NORMALIZER_CHUNK = 256
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowFeatures:
-    """taps [T, 3H], last [T, H] (after the target's final norm) in the target's dtype; log_normalizer [T] float32."""
+    """taps [T, taps * H] and last [T, H] (after the target's final norm) in the target's dtype; log_normalizer [T]
+    float32."""
 
     taps: torch.Tensor
     last: torch.Tensor
@@ -62,11 +65,11 @@ class OnlineFeatures:
         return RowFeatures(
             taps=features.taps.clone(),
             last=features.last.clone(),
-            log_normalizer=_log_normalizer(features.last, self._target.lm_head_weight),
+            log_normalizer=log_normalizer(features.last, self._target.lm_head_weight),
         )
 
 
-def _log_normalizer(last: torch.Tensor, lm_head_weight: torch.Tensor) -> torch.Tensor:
+def log_normalizer(last: torch.Tensor, lm_head_weight: torch.Tensor) -> torch.Tensor:
     """log-sum-exp [T] of the target's logits, in chunks: the logits of a long row would not fit."""
     with torch.inference_mode():
         chunks = [(chunk @ lm_head_weight.T).float().logsumexp(-1) for chunk in last.split(NORMALIZER_CHUNK)]
@@ -87,7 +90,8 @@ class CachedFeatures:
         max_bytes: int,
     ) -> None:
         self._online = online
-        self._taps_width = len(taps) * target.hidden_size
+        self._reads_last = final_tap(target.num_layers) in taps
+        self._taps_width = (len(taps) - self._reads_last) * target.hidden_size
         self._width = self._taps_width + target.hidden_size
         self._dtype = target.dtype
         lengths = [len(row.token_ids) for row in rows]
@@ -112,6 +116,7 @@ class CachedFeatures:
             return features
         states, normalizer = self._slices(index)
         taps, last = states[:, : self._taps_width], states[:, self._taps_width :]
+        taps = states if self._reads_last else taps  # that tap is the highest, and `last` follows the others
         return RowFeatures(taps=taps, last=last, log_normalizer=normalizer)
 
     def describe(self) -> str:
@@ -127,7 +132,7 @@ class CachedFeatures:
 
     def _store(self, index: int, features: RowFeatures) -> None:
         states, normalizer = self._slices(index)
-        states.copy_(torch.cat([features.taps, features.last], dim=-1))
+        states.copy_(torch.cat([features.taps[:, : self._taps_width], features.last], dim=-1))
         normalizer.copy_(features.log_normalizer)
         entry = {"row": index, "crc": _checksum(states, normalizer)}
         with (self.folder / JOURNAL_FILE).open("a", encoding="utf-8") as journal:

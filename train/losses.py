@@ -9,6 +9,8 @@ probability that a sampled draft token is accepted.
     lk_hybrid   lambda KL(p|q) + (1 - lambda) (1 - alpha), lambda = exp(-3 alpha) held constant
     tv          1 - alpha
     kl, ce      KL(p|q) and -sum p log q: the same gradient
+    top10       -sum w p log q, with w = 1.1 for the ten likeliest tokens of p and 0.1 for the others (HASS: Zhang et
+                al. 2024, arXiv 2408.15766)
 
 Gradients with respect to the draft logits z (m = 1 where q < p, beta = sum of q m, P = sum of p):
 
@@ -27,6 +29,7 @@ import torch
 from configs.schema import LossName as LossName
 
 HYBRID_RATE = 3.0
+NUM_FAVOURED, OTHERS_SHARE = 10, 0.1
 TINY = 1e-10
 
 
@@ -53,8 +56,15 @@ def distillation_loss(name: LossName, draft_logits: torch.Tensor, target_probs: 
         "tv": 1 - overlap,
         "kl": divergence,
         "ce": cross_entropy,
+        "top10": -(favour_likeliest(target) * log_probs).sum(dim=-1),
     }
     return losses[name]
+
+
+def favour_likeliest(target_probs: torch.Tensor) -> torch.Tensor:
+    """The target of `top10` [R, C]: its likeliest tokens count eleven times as much as the others."""
+    likeliest, where = target_probs.topk(min(NUM_FAVOURED, target_probs.shape[-1]), dim=-1)
+    return (OTHERS_SHARE * target_probs).scatter_add(-1, where, likeliest)
 
 
 def target_probabilities(logits: torch.Tensor, log_normalizer: torch.Tensor | None) -> torch.Tensor:
@@ -79,10 +89,12 @@ def _row_gradient(
         return -safe.log(), overlap, ascent.mul_(-1 / safe[:, None])
     if name == "tv":
         return 1 - overlap, overlap, ascent.neg_()
+    if name == "top10":
+        target_probs = favour_likeliest(target_probs)
     cross_entropy = -(target_probs * draft_probs.clamp_min(1e-38).log()).sum(dim=-1)
     mass = target_probs.sum(dim=-1, keepdim=True)
     descent = draft_probs * mass - target_probs
-    if name == "ce":
+    if name in ("ce", "top10"):
         return cross_entropy, overlap, descent
     divergence = cross_entropy + torch.special.xlogy(target_probs, target_probs).sum(dim=-1)
     if name == "kl":
@@ -110,7 +122,8 @@ class _FusedLoss(torch.autograd.Function):
         num_rows = states.shape[0]
         losses, overlaps, agrees = [], [], []
         state_gradient = torch.empty_like(states)
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+        trains_weight = ctx.needs_input_grad[1]  # not where the LM head is the target's
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if trains_weight else None
         compute_weight = weight.to(states.dtype)
         for start in range(0, num_rows, rows_per_chunk):
             chunk = slice(start, start + rows_per_chunk)
@@ -124,7 +137,8 @@ class _FusedLoss(torch.autograd.Function):
             )
             gradient = gradient.to(states.dtype)
             state_gradient[chunk] = gradient @ compute_weight
-            weight_gradient += gradient.T @ states[chunk]
+            if weight_gradient is not None:
+                weight_gradient += gradient.T @ states[chunk]
             losses.append(loss)
             overlaps.append(overlap)
         ctx.save_for_backward(state_gradient, weight_gradient)
@@ -137,7 +151,8 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         state_gradient, weight_gradient = ctx.saved_tensors
         scale = gradients[0]
-        return state_gradient * scale.to(state_gradient.dtype), weight_gradient * scale, *[None] * 6
+        weight_gradient = None if weight_gradient is None else weight_gradient * scale
+        return state_gradient * scale.to(state_gradient.dtype), weight_gradient, *[None] * 6
 
 
 def fused_distillation_loss(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from configs.schema import HeadSettings, RunConfig
+from configs.schema import FAMILY_SETTINGS, TRAINING_SETTINGS, HeadSettings, RunConfig
+from heads.base import DraftHead
 from heads.checkpoint import load_head
-from heads.eagle3 import Eagle3Config, Eagle3Head, init_from_target
+from heads.registry import FAMILIES
 from heads.vocab import DraftVocabulary, VocabularyProvenance, always_kept_ids
+from infer.adapter import Adapter
 from infer.chat import tokenizer_hash
 from infer.target import DTYPES, TargetModel
+from train.backbone import AdaptedBackbone
 from train.dataset import TrainingData
 from train.features import rows_hash
 
@@ -26,28 +31,61 @@ def compute_dtype(config: RunConfig, target: TargetModel) -> torch.dtype:
     return target.dtype if config.train.dtype == "auto" else DTYPES[config.train.dtype]
 
 
-def make_head(config: RunConfig, target: TargetModel, data: TrainingData) -> Eagle3Head:
+def make_head(config: RunConfig, target: TargetModel, data: TrainingData) -> DraftHead:
     """A head that was never trained, or the one that `head.init_from` names."""
     if config.head.init_from is not None:
-        return _warm_start(config.head, target, config.head.init_from)
+        return _warm_start(config, target, config.head.init_from)
     vocabulary = make_vocabulary(config.head.draft_vocab_size, target, data)
-    head_config = Eagle3Config.for_target(
+    family = FAMILIES[config.head.type]
+    head_config = family.config.for_target(
         target.config,
         draft_vocab_size=len(vocabulary),
         vocab_size=target.vocab_size,
         taps=config.head.taps,
+        **_family_settings(config.head),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
-        head = Eagle3Head(head_config, vocabulary)
+        head = family.head(head_config, vocabulary)
     if config.head.init == "target":
-        init_from_target(
-            head,
+        head.init_from_target(
             layer=target.layers[-1],
             final_norm=target.final_norm,
             lm_head_weight=target.lm_head_weight,
         )
     return head
+
+
+def _family_settings(settings: HeadSettings) -> dict[str, Any]:
+    """The settings of the head's own family that were given; one of another family's is refused."""
+    given = {name: getattr(settings, name) for name in FAMILY_SETTINGS if getattr(settings, name) is not None}
+    for name in given:
+        if name not in FAMILIES[settings.type].settings:
+            owners = [owner for owner, family in FAMILIES.items() if name in family.settings]
+            raise ValueError(
+                f"head.{name} is {given[name]!r}, but a head of type {settings.type} has no such setting "
+                f"({', '.join(owners)} {'has' if len(owners) == 1 else 'have'}): leave it out"
+            )
+    return given
+
+
+def make_backbone(
+    config: RunConfig, target: TargetModel, head: DraftHead, *, resumed: Path | None = None
+) -> AdaptedBackbone | None:
+    """The target's adapter, where the recipe trains one: new, or that of the head in `resumed` or `head.init_from`."""
+    if config.backbone.lora_rank is None:
+        return None
+    source = resumed or config.head.init_from
+    adapter = None if source is None else Adapter.of_head(source)
+    goes_on = adapter is not None and adapter.base_fingerprint == target.fingerprint
+    return AdaptedBackbone(
+        target,
+        config.backbone,
+        head.config.taps,
+        dtype=compute_dtype(config, target),
+        seed=config.train.seed,
+        factors=adapter.factors if adapter is not None and goes_on else None,
+    )
 
 
 def make_vocabulary(size: int | None, target: TargetModel, data: TrainingData) -> DraftVocabulary:
@@ -75,9 +113,34 @@ def label_coverage(data: TrainingData, vocabulary: DraftVocabulary) -> float:
     return sum(count for token, count in counts.items() if token in inside) / max(1, counts.total())
 
 
-def _warm_start(settings: HeadSettings, target: TargetModel, folder: str) -> Eagle3Head:
+def _warm_start(config: RunConfig, target: TargetModel, folder: str) -> DraftHead:
+    settings = config.head
     head, card = load_head(folder)
-    target.check_card(card)
+    adapter = Adapter.of_head(folder)
+    if adapter is not None and target.fingerprint == adapter.base_fingerprint:
+        _check_goes_on(config, folder)
+    else:
+        target.check_card(card)
+    if card.family != settings.type:
+        raise ValueError(f"head.type is {settings.type}, but the head in {folder} is of type {card.family}")
+    for name, given in _family_settings(settings).items():
+        if name in TRAINING_SETTINGS:
+            head.config = replace(head.config, **{name: given})
+        elif getattr(head.config, name, given) != given:
+            raise ValueError(f"head.{name} is {given!r}, but the head in {folder} has {getattr(head.config, name)!r}")
     if settings.taps is not None and tuple(settings.taps) != head.config.taps:
         raise ValueError(f"head.taps is {list(settings.taps)}, but the head in {folder} reads {list(head.config.taps)}")
     return head
+
+
+def _check_goes_on(config: RunConfig, folder: str) -> None:
+    """A head that was trained along with its target belongs to the adapted one, also while its training goes on."""
+    if config.backbone.lora_rank is None:
+        raise ValueError(
+            f"the head in {folder} was trained along with its target: go on so (backbone.lora_rank), "
+            "or take the merged target as target.model"
+        )
+    if config.backbone.warmup:
+        raise ValueError(
+            f"the head in {folder} was trained along with its target, and knows no other: set backbone.warmup=0"
+        )

@@ -1,14 +1,15 @@
-"""Training a draft head on a frozen target: the loop, its checkpoints, and what a run leaves behind.
+"""Training a draft head on its target: the loop, its checkpoints, and what a run leaves behind.
 
     runs/NAME/config.yaml       the whole configuration
              last/ best/        augmented model folders; last/trainer.pt holds the state that a resumed run needs
              metrics.jsonl      every figure, with markers where a run was resumed
              summary.json acceptance.png wandb/
 
-A step is: fetch the rows' features, unroll the head over them, sum gradients, update. All that decides a step follows
-from the configuration, the weights, the optimiser's state and `Progress`; random choices are drawn from (seed, step).
-So a run resumed from any checkpoint takes the same steps as one that was never stopped: bit for bit on a CPU with a
-budget in steps or epochs. (A budget in minutes goes on from the minutes used; its schedule follows the clock.)
+A step is: fetch the rows' features, unroll the head over them, sum gradients, update. The target stays as it is, unless
+the recipe trains an adapter for it (`train.backbone`), which then goes where the head goes. All that decides a step
+follows from the configuration, the weights, the optimiser's state and `Progress`; random choices are drawn from (seed,
+step). So a run resumed from any checkpoint takes the same steps as one that was never stopped: bit for bit on a CPU
+with a budget in steps or epochs. (A budget in minutes goes on from the minutes used; its schedule follows the clock.)
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ import torch
 
 from configs.loading import write_config
 from configs.schema import RunConfig
+from heads.base import DraftHead
 from heads.checkpoint import HeadCard, load_head, read_card, recover_folder, save_head
-from heads.eagle3 import Eagle3Head
+from heads.unroll import Batch
+from infer.adapter import BACKBONE
 from infer.chat import Rendered
 from infer.evaluate import AcceptanceReport
 from infer.machine import dtype_name
@@ -37,19 +40,19 @@ from train.features import CachedFeatures, FeatureSource, OnlineFeatures, rows_h
 from train.report import plot_run
 from train.run_state import Best, RunState
 from train.schedule import Progress, fraction_done, is_due, learning_rate, num_unrolled
-from train.setup import compute_dtype, label_coverage, load_target, make_head
+from train.setup import compute_dtype, label_coverage, load_target, make_backbone, make_head
 from train.stop import StopRequest
 from train.tracking import MetricsFile, NoTracker, Tracker, open_tracker
-from train.unroll import Batch, StepFigures, Teacher, plan_rows, unrolled_loss
+from train.unroll import StepFigures, Teacher, plan_rows, unrolled_loss
 
 EVALUATED_DEPTHS = 5
 HELD_OUT_BATCH = 4
 NOTICE_SECONDS = 10.0
 """Least time between two progress lines; `metrics.jsonl` has every `train.log_every` steps."""
 
-_ACCEPTANCE_KEYS = ("accepted_length", "acceptance", "agreement", "overlap", "speed")
+_ACCEPTANCE_KEYS = ("accepted_length", "acceptance", "agreement", "overlap", "speed", "drift")
 
-Evaluate = Callable[[TargetModel, Eagle3Head], AcceptanceReport]
+Evaluate = Callable[[TargetModel, DraftHead], AcceptanceReport]
 Notice = Callable[[str], None]
 
 
@@ -65,6 +68,7 @@ class StepRecord:
     overlap_by_depth: tuple[float, ...]
     num_tokens: int
     seconds: float
+    backbone: Mapping[str, float] = field(default_factory=dict)
 
 
 def train(
@@ -132,9 +136,14 @@ class Trainer:
         if state is not None:
             state.check_identity(identity, folder)
         head = make_head(config, target, data) if state is None else load_head(folder / "last")[0]
-        self.head = head.to(target.device).bind(target.embedding_weight).train()
+        self.head = head.to(target.device).bind(target.weights).train()
+        self.backbone = make_backbone(
+            config, target, self.head, resumed=None if state is None else recover_folder(folder / "last")
+        )
+        groups = [list(self.head.parameters())] + ([] if self.backbone is None else [self.backbone.parameters])
+        self.parameters = [parameter for group in groups for parameter in group]
         self.optimizer = torch.optim.AdamW(
-            self.head.parameters(),
+            [{"params": group} for group in groups],
             lr=config.optim.lr,
             betas=config.optim.betas,
             weight_decay=config.optim.weight_decay,
@@ -185,7 +194,7 @@ class Trainer:
     def _step(self, fraction: float) -> StepRecord:
         start = time.perf_counter()
         config, progress = self.config, self.state.progress
-        num_steps = num_unrolled(config.train, fraction)
+        num_steps = self.head.num_depths or num_unrolled(config.train, fraction)
         batches = self._next_batches(progress)
         generator = torch.Generator().manual_seed(config.train.seed * 1_000_003 + progress.step)
         plans = [
@@ -196,20 +205,30 @@ class Trainer:
         weights = [config.train.step_decay**step / max(1, count) for step, count in enumerate(num_labels)]
         if not num_labels[0]:
             self.notice(f"step {progress.step}: no label in any of its rows, nothing is learnt")
+        joint = self.backbone.begin(batches) if self.backbone is not None and self.backbone.trains(fraction) else None
         figures: list[StepFigures] = []
         loss = 0.0
         for batch, plan in zip(batches, plans, strict=True):
             if not len(plan[0]):
                 continue
             with self._autocast():
+                batch, kept = (batch, 0.0) if joint is None else joint.forward(batch)
                 part, part_figures = unrolled_loss(
-                    self.head, batch, plan, self.teacher, loss=config.train.loss, step_weights=weights
+                    self.head,
+                    batch,
+                    plan,
+                    self.teacher,
+                    loss=config.train.loss,
+                    step_weights=weights,
+                    generator=generator,
                 )
+            part = part + kept
             part.backward()
             loss += float(part.detach())
             figures.extend(part_figures)
         lr = learning_rate(progress, config.optim, fraction)
-        gradient_norm = self._update(lr)
+        rates = [lr] + ([] if self.backbone is None else [self.backbone.learning_rate(lr, fraction)])
+        gradient_norm = self._update(rates)
         self._check_finite(loss, gradient_norm, progress)
         num_tokens = sum(len(batch) for batch in batches)
         seconds = time.perf_counter() - start
@@ -224,12 +243,14 @@ class Trainer:
             overlap_by_depth=_mean_by_depth(figures, num_steps, "overlap"),
             num_tokens=num_tokens,
             seconds=seconds,
+            backbone={} if joint is None else {"backbone_loss": joint.loss, "backbone_lr": rates[1]},
         )
 
-    def _update(self, lr: float) -> float:
+    def _update(self, rates: Sequence[float]) -> float:
+        """`rates`: of the head's parameters, and of the adapter's if there is one."""
         clip = self.config.optim.grad_clip
-        norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), float("inf") if clip is None else clip)
-        for group in self.optimizer.param_groups:
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, float("inf") if clip is None else clip)
+        for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
         if bool(torch.isfinite(norm)):
             self.optimizer.step()
@@ -289,20 +310,24 @@ class Trainer:
 
     # Evaluation
 
-    def _decode(self, target: TargetModel, head: Eagle3Head) -> AcceptanceReport:
+    def _decode(self, target: TargetModel, head: DraftHead) -> AcceptanceReport:
         return decode_acceptance(target, head, self.data.prompts, self.config.eval)
 
-    def _time_decoding(self, target: TargetModel, head: Eagle3Head) -> dict[str, float]:
+    def _time_decoding(self, target: TargetModel, head: DraftHead) -> dict[str, float]:
         return decode_speed(target, head, self.data.prompts, self.config.eval)
 
     def _evaluate(self) -> None:
         """Held-out acceptance; the head is saved to best/ if it is the best so far."""
         start = time.perf_counter()
         self.head.eval()
+        num_steps = min(self.head.num_depths or EVALUATED_DEPTHS, EVALUATED_DEPTHS)
+        target = self._served()
+        batches = self._held_out_batches(target)
         with self._autocast():
-            agreement = teacher_forced(self.head, self._held_out_batches(), self.teacher, num_steps=EVALUATED_DEPTHS)
-        report = self.evaluate(self.target, self.head)
-        speed = self.measure_speed(self.target, self.head)
+            agreement = teacher_forced(self.head, batches, self.teacher, num_steps=num_steps)
+        report = self.evaluate(target, self.head)
+        speed = self.measure_speed(target, self.head)
+        drift = {} if self.backbone is None else self.backbone.drift(self._held_out_batches(self.target), batches)
         self.head.train()
         step = self.state.progress.step
         self._evaluated_step = step
@@ -313,10 +338,11 @@ class Trainer:
             "acceptance": report.to_dict(),
             **agreement,
             "speed": speed,
+            **({"drift": drift} if drift else {}),
             "seconds": time.perf_counter() - start,
         }
         self.metrics.write("evaluation", record)
-        self.tracker.log(step, _flat_evaluation(report, agreement, speed))
+        self.tracker.log(step, _flat_evaluation(report, agreement, speed) | {f"eval/{k}": v for k, v in drift.items()})
         best = Best.read(self.folder)
         is_best = best is None or best.beaten_by(accepted_length, step)
         self.state.stale_evaluations = 0 if is_best else self.state.stale_evaluations + 1
@@ -325,18 +351,27 @@ class Trainer:
             f"step {step}: accepted length {accepted_length:.3f} on held-out prompts"
             f"{' (best)' if is_best else ''}, agreement by depth {depths}"
             + (f", {speed['speedup']:.2f}x plain" if speed else "")
+            + (f", target {drift['kl']:.4f} nats from the original" if drift else "")
         )
         if is_best:
-            save_head(self.folder / "best", self.head, self._card(record))
+            save_head(self.folder / "best", self.head, self._card(record), add_files=self._write_backbone)
 
-    def _held_out_batches(self) -> list[Batch]:
-        if not self._held_out:
-            rows = self.data.held_out[: self.config.eval.prompts]
-            source = OnlineFeatures(self.target, rows, self.head.config.taps)
-            for first in range(0, len(rows), HELD_OUT_BATCH):
-                indices = range(first, min(first + HELD_OUT_BATCH, len(rows)))
-                self._held_out.append(self._pack([rows[i] for i in indices], source, indices))
+    def _served(self) -> TargetModel:
+        """The target that verifies the head's drafts."""
+        return self.target if self.backbone is None else self.backbone.served(self.state.progress.step)
+
+    def _held_out_batches(self, target: TargetModel) -> list[Batch]:
+        if target is not self.target:  # it changes from one evaluation to the next
+            return list(self._pack_held_out(target))
+        self._held_out = self._held_out or list(self._pack_held_out(target))
         return self._held_out
+
+    def _pack_held_out(self, target: TargetModel) -> Iterator[Batch]:
+        rows = self.data.held_out[: self.config.eval.prompts]
+        source = OnlineFeatures(target, rows, self.head.config.taps)
+        for first in range(0, len(rows), HELD_OUT_BATCH):
+            indices = range(first, min(first + HELD_OUT_BATCH, len(rows)))
+            yield self._pack([rows[i] for i in indices], source, indices)
 
     def _should_stop(self) -> bool:
         patience = self.config.train.patience
@@ -374,6 +409,7 @@ class Trainer:
             "lr": record.lr,
             "unrolled_steps": record.num_steps,
             "tokens_per_second": tokens_per_second,
+            **record.backbone,
         }
         by_depth = {"loss_by_depth": record.loss_by_depth, "overlap_by_depth": record.overlap_by_depth}
         self.metrics.write("train", {**self._position(), **values, **by_depth})
@@ -421,11 +457,13 @@ class Trainer:
             f"draft vocabulary {len(self.head.vocabulary):,}, taps {list(self.head.config.taps)}, "
             f"{self.target.device} {dtype_name(self.dtype)}"
         )
+        if self.backbone is not None:
+            self.notice(self.backbone.describe())
 
     def _card(self, evaluation: Mapping[str, Any]) -> HeadCard:
-        target, config = self.target, self.config
+        config, backbone = self.config, self.backbone
         return HeadCard(
-            target=target.reference,
+            target=self.target.reference if backbone is None else backbone.reference(self.state.progress.step),
             family=config.head.type,
             acceptance={key: evaluation[key] for key in _ACCEPTANCE_KEYS if key in evaluation},
             training={
@@ -435,13 +473,22 @@ class Trainer:
                 "data_hash": self.state.identity["data_hash"],
                 "loss": config.train.loss,
                 "target_dtype": self.state.identity["target_dtype"],
+                **({} if backbone is None else {BACKBONE: backbone.facts()}),
             },
             vocabulary={"label_coverage": label_coverage(self.data, self.head.vocabulary)},
         )
 
     def _save_last(self) -> None:
         self.state.optimizer = self.optimizer.state_dict()
-        save_head(self.folder / "last", self.head, self._card({}), add_files=self.state.write)
+        save_head(self.folder / "last", self.head, self._card({}), add_files=self._write_state)
+
+    def _write_state(self, folder: Path) -> None:
+        self.state.write(folder)
+        self._write_backbone(folder)
+
+    def _write_backbone(self, folder: Path) -> None:
+        if self.backbone is not None:
+            self.backbone.write(folder)
 
     def _finish(self, status: str) -> dict[str, Any]:
         folder = self.folder / "best"

@@ -1,15 +1,17 @@
-"""Training-time test: the head unrolled on its own states over the true tokens, and what it is compared with.
+"""Training-time test: a head unrolled over the true tokens, and what it is compared with.
 
 Row t of a sequence, at step s (depth d = s + 1), stands for a draft that began after token t + 1 was emitted:
 
     input token   x[t + 1 + s]         the true one, never the head's guess
-    state         f[t] at step 0, then the head's own previous state of row t
+    state         f[t] at step 0, then (of heads that draft on their own states) the head's own previous state of row t
     label         x[t + 2 + s]
     teacher       the target's distribution at position t + 1 + s
 
 A row counts at a step if every token from the input at step 0 through the label was written by the assistant, as in
 decoding, where the target itself emits an answer's first token. So an answer of L tokens has L - d labels at depth d.
 All other rows give their keys and values and nothing else.
+
+What a head computes at a row and step is its own business (`DraftHead.unroll`).
 
 Shapes: R packed rows (all tokens of the batch's sequences), Q rows that count, H hidden, C draft vocabulary.
 """
@@ -21,28 +23,9 @@ from dataclasses import dataclass
 
 import torch
 
-from heads.eagle3 import Eagle3Head
-from train.attention import UnrolledAttention
+from heads.base import DraftHead
+from heads.unroll import Batch
 from train.losses import LossName, RowFigures, fused_distillation_loss
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Batch:
-    """Packed sequences: token_ids [R], loss_mask [R] bool, taps [R, 3H], last [R, H] and log_normalizer [R].
-
-    `last` is the state that feeds the target's LM head (after its final norm), `log_normalizer` the log-sum-exp of
-    the target's logits over its whole vocabulary.
-    """
-
-    token_ids: torch.Tensor
-    loss_mask: torch.Tensor
-    lengths: tuple[int, ...]
-    taps: torch.Tensor
-    last: torch.Tensor
-    log_normalizer: torch.Tensor
-
-    def __len__(self) -> int:
-        return self.token_ids.numel()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,24 +78,8 @@ def _written(loss_mask: torch.Tensor, lengths: Sequence[int], offset: int) -> to
     return torch.cat(parts)
 
 
-def unrolled_states(head: Eagle3Head, batch: Batch, plan: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The head's states [Q, H] at the planned rows of each step. `head.logits` reads them."""
-    device = batch.token_ids.device
-    positions = torch.cat([torch.arange(length, device=device) for length in batch.lengths])
-    following = batch.token_ids.roll(-1)  # wrong in a sequence's last row, which never counts and which none attends to
-    attention = UnrolledAttention(batch.lengths, plan[0])
-    states = head(following, head.fuse(batch.taps), positions, attention, rows=plan[0])
-    results = [states]
-    for step in range(1, len(plan)):
-        rows, kept = plan[step], torch.searchsorted(plan[step - 1], plan[step])
-        attention.keep(kept)
-        states = head(batch.token_ids[rows + 1 + step], states[kept], positions[rows] + step, attention)
-        results.append(states)
-    return results
-
-
 def unrolled_loss(
-    head: Eagle3Head,
+    head: DraftHead,
     batch: Batch,
     plan: Sequence[torch.Tensor],
     teacher: Teacher,
@@ -121,27 +88,29 @@ def unrolled_loss(
     step_weights: Sequence[float],
     renormalize: bool = False,
     compare: bool = False,
+    generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, list[StepFigures]]:
     """Sum over steps of `step_weights[s]` times the *summed* loss of the step's rows, and the figures of each step.
 
     The caller puts the division by the number of labels into `step_weights`, so that gradients accumulated over
-    several batches weigh every label alike.
+    several batches weigh every label alike. `generator`: for what is random in the head's training.
     """
     total = batch.taps.new_zeros((), dtype=torch.float32)
     figures = []
-    for step, (rows, states) in enumerate(zip(plan, unrolled_states(head, batch, plan), strict=True)):
+    for step, (rows, answer) in enumerate(zip(plan, head.unroll(batch, plan, generator), strict=True)):
         if not len(rows):
             continue
-        normed = head.norm(states)
         summed, row_figures = fused_distillation_loss(
             loss,
-            normed.to(teacher.weight.dtype),
-            head.lm_head.weight,
+            answer.states.to(teacher.weight.dtype),
+            answer.weight,
             batch.last[rows + 1 + step],
             teacher.weight,
             None if renormalize else batch.log_normalizer[rows + 1 + step],
             compare=compare,
         )
+        if answer.auxiliary is not None:
+            summed = summed + answer.auxiliary
         total = total + step_weights[step] * summed
         figures.append(StepFigures(step=step, rows=rows, figures=row_figures))
     return total, figures

@@ -9,7 +9,7 @@ from typing import Any
 
 from infer.audit import QUICK_TOKENS, AuditSettings, audit, refuse_no_draft
 from infer.cli import common
-from infer.drafters import LOOKUP, resolve_target
+from infer.drafters import resolve_target, trained_head
 from infer.evaluate import render_prompts
 from infer.proof.certificate import Check, save_page, save_to_card
 
@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     refuse_no_draft(args.head)
-    if args.save and args.head == LOOKUP:
-        raise ValueError(f"--save writes to a head's card, and {args.head!r} has none: leave it out")
+    if args.save:
+        trained_head(args.head, purpose="with a card for --save to write to")
     settings = _settings(args)
     chats = common.read_chats(args)
     source = resolve_target(args.head, args.target)

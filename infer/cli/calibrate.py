@@ -44,17 +44,16 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from tqdm import tqdm
 
-    from infer.drafters import LOOKUP, NO_DRAFT, HeadDrafter, TreeSettings
+    from infer.drafters import TreeSettings, head_drafter, trained_head
     from infer.engine import Engine
 
-    if args.head in (LOOKUP, NO_DRAFT):
-        raise ValueError(f"{args.head!r} has no head to calibrate: give an augmented model's folder")
+    folder = trained_head(args.head, purpose="to calibrate")
     chats = sorted(common.read_chats(args), key=lambda chat: chat.domain)
     target = common.load_target(args)
     # Not by load_drafter, which refuses a card whose calibration is broken: this command replaces it.
-    network, card = load_head(args.head, target.embedding_weight, device=target.device, dtype=target.dtype)
+    network, card = load_head(folder, target.weights, device=target.device, dtype=target.dtype)
     target.check_card(card)
-    drafter = HeadDrafter(network)
+    drafter = head_drafter(network, target)
     tree = TreeSettings(max_nodes=args.nodes, adaptive=False)
     engine = Engine(target, drafter, max_requests=args.batch, tree=tree)
     prompts = render_prompts(target.tokenizer, chats, raw=args.raw)
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         common.note("dry run: the head's card is left as it is")
     elif report.improves:
-        update_card(args.head, drafter={**card.drafter, KEY: calibration.to_dict()})
+        update_card(folder, drafter={**card.drafter, KEY: calibration.to_dict()})
         common.note(f"wrote the calibration to the card of {args.head}")
     else:
         common.note("calibrated shares tell no more of held-out prompts than raw ones: the card is left as it is")

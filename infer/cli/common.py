@@ -293,13 +293,18 @@ def read_chats(args: argparse.Namespace) -> list[EvaluationPrompt]:
 
 def load_target(args: argparse.Namespace) -> TargetModel:
     """The target that the arguments name; says on stderr what was loaded."""
-    from infer.drafters import resolve_target
+    from infer.drafters import adapter_of, resolve_target
     from infer.target import TargetModel
 
-    source = resolve_target(args.head, args.target)
+    source, adapter = resolve_target(args.head, args.target), adapter_of(args.head)
     quiet_loading()
-    target = TargetModel.load(source, dtype=args.dtype, device=args.device)
+    target = TargetModel.load(source, dtype=args.dtype, device=args.device, adapter=adapter)
     note(f"target {target.name}, {dtype_name(target.dtype)} on {target.device}")
+    if adapter is not None:
+        note(
+            f"the head was trained along with its target, which is {adapter.base_name} no more: "
+            "answers, and what they are compared with, are the adapted target's"
+        )
     return target
 
 

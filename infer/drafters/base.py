@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from infer.cache import SlotCache
 from infer.cost import CostModel
 from infer.request import Request
 from infer.tree import DraftTree
@@ -48,6 +49,23 @@ class TreeSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Room:
+    """What an engine gives its drafter to work in.
+
+    num_slots: requests at once. num_columns: most rows of one, its tree included. tree: bounds of the trees asked for.
+    cost: what the target's forwards cost. cache: the target's own, for drafters that run parts of the target: of each
+    request the first `num_cached` columns hold its text, and the next `max_depth * beam + 1` are there to be written
+    to, since verification writes them anew.
+    """
+
+    num_slots: int
+    num_columns: int
+    tree: TreeSettings
+    cost: CostModel
+    cache: SlotCache | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class DraftLimit:
     """What a request can still use: nodes beyond its cache slot or paths beyond its last token are of no use."""
 
@@ -73,7 +91,7 @@ class Drafter(Protocol):
     @property
     def spent_milliseconds(self) -> float: ...
 
-    def open(self, *, num_slots: int, num_columns: int, tree: TreeSettings, cost: CostModel) -> None:
+    def open(self, room: Room) -> None:
         """Make room for requests; called before the first of them, and again if the engine's cache is rebuilt."""
 
     def observe(self, request: Request, states: torch.Tensor | None) -> None:

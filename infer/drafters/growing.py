@@ -23,7 +23,7 @@ import torch
 
 from infer.calibration import Calibration
 from infer.cost import CostModel
-from infer.drafters.base import DraftLimit, TreeSettings
+from infer.drafters.base import DraftLimit, Room, TreeSettings
 from infer.drafters.stepper import Frontier, Stepper
 from infer.growth import TreeBuilder, nodes_that_pay
 from infer.noise import gumbel, noise_key
@@ -128,9 +128,9 @@ class TreeGrower:
         self._tree = TreeSettings()
         self._cost = CostModel.free()
 
-    def open(self, *, num_slots: int, num_columns: int, tree: TreeSettings, cost: CostModel) -> None:
-        self._tree, self._cost = tree, cost
-        self.stepper.open(num_slots=num_slots, num_columns=num_columns, tree=tree, cost=cost)
+    def open(self, room: Room) -> None:
+        self._tree, self._cost = room.tree, room.cost
+        self.stepper.open(room)
 
     def observe(self, request: Request, states: torch.Tensor | None) -> None:
         self.stepper.observe(request, states)

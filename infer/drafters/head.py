@@ -1,30 +1,37 @@
-"""Drafting with an EAGLE-3 head: read the target's newest states, then step on the head's own.
+"""Drafting with trained heads: read the target's newest states, then draft, each shape of head in its own way.
 
-The head keeps a cache of its own, row t for the pair (state of position t, token t + 1). Rows of committed text always
-hold target states: after each round the accepted rows are computed afresh, so the head's next logits equal those of a
-fresh prefill of the text. Rows of the tree lie behind them and are overwritten in the next round.
+    RecurrentStepper   heads that go on from their own states (EAGLE): a cache of their own, row t for the pair (state
+                       of position t, token t + 1). Rows of committed text always hold target states: after each round
+                       the accepted rows are computed afresh, so the head's next logits equal those of a fresh prefill
+                       of the text. Rows of the tree lie behind them and are overwritten in the next round.
+    PathStepper        heads with a network a depth (Medusa, Hydra), which read the root's state and the drafted path; a
+                       cache only for a layer that runs over the text
 
 How the tree grows from the head's logits is `infer.drafters.growing`'s business.
 
-Shapes: R packed rows, B requests, H hidden, C draft vocabulary, F frontier nodes of all requests.
+Shapes: R packed rows, B requests, H hidden, W what an LM head reads, C draft vocabulary, F frontier nodes of all
+requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from heads.eagle3 import Eagle3Head
+from heads.base import DraftHead, PathHead, RecurrentHead
+from heads.layers import Attend
+from heads.registry import family_of_head
 from infer.attention import attend
 from infer.cache import SlotCache
 from infer.calibration import Calibration
-from infer.cost import CostModel, median_milliseconds
-from infer.drafters.base import TreeSettings
+from infer.cost import median_milliseconds
+from infer.drafters.base import Room, TreeSettings
 from infer.drafters.growing import TreeGrower
-from infer.drafters.stepper import Frontier
+from infer.drafters.stepper import DraftRound, Frontier, Stepper
 from infer.request import Request
 from infer.rows import GrowingRows, PackedRows, RowGroup
 
@@ -37,20 +44,18 @@ class _Memory:
     num_rows: int = 0
 
 
-class Eagle3Stepper:
-    """See the module (`infer.drafters.stepper` says what a stepper is)."""
+class HeadStepper:
+    """What steppers of all heads share: reading the text's states (`infer.drafters.stepper` says what a stepper is)."""
 
-    max_depth = None
-
-    def __init__(self, head: Eagle3Head, *, name: str) -> None:
-        self.head = head.eval().requires_grad_(False)
+    def __init__(self, head: DraftHead, *, name: str) -> None:
+        head.eval().requires_grad_(False)
         self.name = name
         self.taps = head.config.taps
         self.target_ids: torch.Tensor = head.target_ids
         self.vocab_size: int = head.config.vocab_size
+        self.max_depth: int | None = head.num_depths
         self.step_milliseconds = 0.0
-        self._dtype: torch.dtype = head.fc.weight.dtype
-        self._device: torch.device = head.fc.weight.device
+        self._dtype, self._device = head.dtype, head.device
         self._cache: SlotCache | None = None
         self._branch = TreeSettings().branch
 
@@ -58,65 +63,36 @@ class Eagle3Stepper:
     def begin_milliseconds(self) -> float:
         return self.step_milliseconds
 
-    def open(self, *, num_slots: int, num_columns: int, tree: TreeSettings, cost: CostModel) -> None:
-        config = self.head.config
-        self._branch = tree.branch
-        self._cache = SlotCache(
-            num_layers=1,
-            num_heads=config.num_key_value_heads,
-            key_size=config.head_dim,
-            value_size=config.head_dim,
-            num_slots=num_slots,
-            num_columns=num_columns + tree.max_depth * tree.beam,
-            dtype=self._dtype,
-            device=self._device,
-        )
-        if tree.adaptive and not self.step_milliseconds:
-            self.step_milliseconds = self.measure_step()
-
     def observe(self, request: Request, states: torch.Tensor | None) -> None:
         assert states is not None
         self.memory(request).pending.append(states)
 
-    def begin(self, requests: Sequence[Request]) -> Eagle3Round:
-        return Eagle3Round(self, self.read_committed(requests))
-
     def close(self, request: Request) -> None:
         request.draft_state.pop(self.name, None)
-
-    def measure_step(self, *, width: int = 4, context: int = 128) -> float:
-        """Milliseconds of one draft step, from states to candidates, on this machine."""
-        cache = self._cache
-        assert cache is not None
-        context = min(context, cache.num_columns - width)
-        group = RowGroup(slot=0, prefix=context, tokens=[int(self.target_ids[0])] * width)
-        states = torch.zeros((width, self.head.config.hidden_size), dtype=self._dtype, device=self._device)
-
-        @torch.inference_mode()
-        def step() -> None:
-            logits = self.head.logits(self.forward([group], states)).float()
-            torch.softmax(logits, dim=-1).topk(min(self._branch, logits.shape[-1]))[1].tolist()
-
-        milliseconds = median_milliseconds(step, repeats=7)
-        cache.keys.zero_()
-        cache.values.zero_()
-        return milliseconds
-
-    @torch.inference_mode()
-    def next_logits(self, request: Request) -> torch.Tensor:
-        """Draft logits [C] for the token after the last emitted one, from committed rows alone."""
-        return self.head.logits(self.read_committed([request]))[0]
 
     def memory(self, request: Request) -> _Memory:
         memory = request.draft_state.setdefault(self.name, _Memory())
         assert isinstance(memory, _Memory)
         return memory
 
-    def read_committed(self, requests: Sequence[Request]) -> torch.Tensor:
-        """Run the head over states that came since the last round; returns the last new state [B, H] of each request.
+    def _new_cache(self, config: Any, room: Room, num_tree_columns: int) -> SlotCache:
+        """For one layer with the sizes of `config`, a head's."""
+        return SlotCache(
+            num_layers=1,
+            num_heads=config.num_key_value_heads,
+            key_size=config.head_dim,
+            value_size=config.head_dim,
+            num_slots=room.num_slots,
+            num_columns=room.num_columns + num_tree_columns,
+            dtype=self._dtype,
+            device=self._device,
+        )
 
-        The last committed row pairs with the token emitted last. It is never stale: the engine commits the row of a
-        token only in the round after it was emitted, so every request has at least one pending state here.
+    def _take_pending(self, requests: Sequence[Request]) -> tuple[list[RowGroup], torch.Tensor]:
+        """The rows of text that came since the last round, each state beside the token after it, and their taps.
+
+        The last row pairs with the token emitted last. It is never stale: the engine commits the row of a token only
+        in the round after it was emitted, so every request has at least one pending state here.
         """
         groups: list[RowGroup] = []
         taps: list[torch.Tensor] = []
@@ -130,28 +106,89 @@ class Eagle3Stepper:
             groups.append(RowGroup(slot=request.slot, prefix=memory.num_rows, tokens=tokens))
             memory.num_rows += num_new
             memory.pending.clear()
-        fused = self.head.fuse(torch.cat(taps).to(self._dtype))
-        states = self.forward(groups, fused)
-        last_rows = np.cumsum([len(group.tokens) for group in groups]) - 1
-        return states[torch.from_numpy(last_rows).to(states.device)]
+        return groups, torch.cat(taps).to(self._dtype)
 
-    def forward(self, groups: Sequence[RowGroup], states: torch.Tensor) -> torch.Tensor:
-        """One head forward over packed rows [R, H] -> [R, H]."""
+    def _packed(self, groups: Sequence[RowGroup]) -> tuple[PackedRows, Attend]:
+        """The rows of a forward, and the attention that lets them see the cache."""
         assert self._cache is not None
-        rows = PackedRows(groups, self._cache)
         cache = self._cache
+        rows = PackedRows(groups, cache)
 
         def attend_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             cache.write(0, rows.columns, key.transpose(0, 1), value.transpose(0, 1))
             return attend(query.transpose(0, 1), 0, rows)
 
-        return self.head(rows.token_ids, states, rows.positions, attend_rows)  # type: ignore[no-any-return]
+        return rows, attend_rows
+
+    def _milliseconds(self, logits: Callable[[], torch.Tensor]) -> float:
+        """What `logits` costs on this machine, the choice of candidates included."""
+
+        @torch.inference_mode()
+        def step() -> None:
+            rows = logits().float()
+            torch.softmax(rows, dim=-1).topk(min(self._branch, rows.shape[-1]))[1].tolist()
+
+        return median_milliseconds(step, repeats=7)
 
 
-class Eagle3Round:
+class RecurrentStepper(HeadStepper):
+    """See the module."""
+
+    def __init__(self, head: RecurrentHead, *, name: str) -> None:
+        super().__init__(head, name=name)
+        self.head = head
+
+    def open(self, room: Room) -> None:
+        self._branch = room.tree.branch
+        self._cache = self._new_cache(self.head.config, room, room.tree.max_depth * room.tree.beam)
+        if room.tree.adaptive and not self.step_milliseconds:
+            self.step_milliseconds = self.measure_step()
+
+    def begin(self, requests: Sequence[Request]) -> DraftRound:
+        return _RecurrentRound(self, self.read_committed(requests))
+
+    def measure_step(self, *, width: int = 4, context: int = 128) -> float:
+        """Milliseconds of one draft step, from states to candidates, on this machine."""
+        cache = self._cache
+        assert cache is not None
+        context = min(context, cache.num_columns - width)
+        group = RowGroup(slot=0, prefix=context, tokens=[int(self.target_ids[0])] * width)
+        states = torch.zeros((width, self.head.config.hidden_size), dtype=self._dtype, device=self._device)
+        milliseconds = self._milliseconds(lambda: self.head.logits(self.forward([group], states)))
+        cache.keys.zero_()
+        cache.values.zero_()
+        return milliseconds
+
+    @property
+    def num_step_bytes(self) -> int:
+        """Bytes of weights that a draft step reads. The fusion of the target's states runs once a round, and the
+        embedding is looked up."""
+        state = torch.zeros((1, self.head.config.hidden_size), dtype=self._dtype, device=self._device)
+        own = {name: weight for name, weight in self.head.named_parameters() if not name.startswith("fc.")}
+        _, lm_head = self.head.outputs(state, 0)
+        lent = 0 if any(weight is lm_head for weight in own.values()) else lm_head.nbytes
+        return sum(weight.nbytes for weight in own.values()) + lent
+
+    @torch.inference_mode()
+    def next_logits(self, request: Request) -> torch.Tensor:
+        """Draft logits [C] for the token after the last emitted one, from committed rows alone."""
+        return self.head.logits(self.read_committed([request]))[0]
+
+    def read_committed(self, requests: Sequence[Request]) -> torch.Tensor:
+        """Run the head over states that came since the last round; returns each request's last new state [B, H]."""
+        groups, taps = self._take_pending(requests)
+        return _last_rows(groups, self.forward(groups, self.head.fuse(taps)))
+
+    def forward(self, groups: Sequence[RowGroup], states: torch.Tensor) -> torch.Tensor:
+        """One head forward over packed rows [R, H] -> [R, H]."""
+        rows, attend_rows = self._packed(groups)
+        return cast(torch.Tensor, self.head(rows.token_ids, states, rows.positions, attend_rows))
+
+
+class _RecurrentRound:
     """The head's states [F, H] of the nodes expanded last, at first those of all requests' roots [B, H]."""
 
-    def __init__(self, stepper: Eagle3Stepper, states: torch.Tensor) -> None:
+    def __init__(self, stepper: RecurrentStepper, states: torch.Tensor) -> None:
         self._stepper = stepper
         self._states = states
         self._rows: dict[Request, GrowingRows] = {}
@@ -165,7 +202,7 @@ class Eagle3Round:
             ]
             states = self._stepper.forward(groups, states)
         self._states = states
-        return self._stepper.head.logits(states)
+        return self._stepper.head.logits(states, depth)
 
     def _rows_of(self, request: Request) -> GrowingRows:
         if request not in self._rows:
@@ -174,14 +211,94 @@ class Eagle3Round:
         return self._rows[request]
 
 
+class PathStepper(HeadStepper):
+    """See the module."""
+
+    def __init__(self, head: PathHead, *, name: str) -> None:
+        super().__init__(head, name=name)
+        self.head = head
+
+    def open(self, room: Room) -> None:
+        self._branch = room.tree.branch
+        if self.head.has_prefix_layer:
+            self._cache = self._new_cache(self.head.config, room, 0)
+        if room.tree.adaptive and not self.step_milliseconds:
+            self.step_milliseconds = self.measure_step()
+
+    def begin(self, requests: Sequence[Request]) -> DraftRound:
+        return _PathRound(self, self.read_committed(requests), [request.output_ids[-1] for request in requests])
+
+    def measure_step(self, *, width: int = 4) -> float:
+        """Milliseconds of one draft step, from states to candidates, on this machine."""
+        roots = torch.zeros((width, self.head.config.hidden_size), dtype=self._dtype, device=self._device)
+        depth = (self.head.num_depths or 1) - 1
+        path = self.target_ids[:1].expand(width, depth + 1)
+        return self._milliseconds(lambda: self.draft_logits(roots, path, depth))
+
+    @torch.inference_mode()
+    def next_logits(self, request: Request) -> torch.Tensor:
+        """Draft logits [C] for the token after the last emitted one, from committed rows alone."""
+        path = torch.tensor([[request.output_ids[-1]]], device=self._device)
+        return self.draft_logits(self.read_committed([request]), path, 0)[0]
+
+    def read_committed(self, requests: Sequence[Request]) -> torch.Tensor:
+        """The roots' states [B, H] of the last committed rows."""
+        groups, taps = self._take_pending(requests)
+        if self.head.has_prefix_layer:
+            rows, attend_rows = self._packed(groups)
+            return _last_rows(groups, self.head.roots(taps, rows.token_ids, rows.positions, attend_rows))
+        taps = _last_rows(groups, taps)
+        tokens = torch.tensor([group.tokens[-1] for group in groups], device=self._device)
+        return self.head.roots(taps, tokens, torch.zeros_like(tokens), _no_attention)
+
+    def draft_logits(self, roots: torch.Tensor, path_tokens: torch.Tensor, depth: int) -> torch.Tensor:
+        return self.head.logits(self.head.draft(roots, path_tokens, depth), depth)
+
+
+class _PathRound:
+    """The roots' states [B, H], and the tokens on the way to each node expanded last."""
+
+    def __init__(self, stepper: PathStepper, roots: torch.Tensor, root_tokens: Sequence[int]) -> None:
+        self._stepper = stepper
+        self._roots = roots
+        self._paths = [[token] for token in root_tokens]
+
+    def logits(self, frontiers: Sequence[Frontier], depth: int) -> torch.Tensor:
+        paths: list[list[int]] = []
+        for frontier in frontiers:
+            before = [self._paths[row] for row in frontier.parent_rows]
+            paths.extend(before if depth == 0 else map(_extended, before, frontier.tokens))
+        self._paths = paths
+        roots = self._roots[[frontier.index for frontier in frontiers for _ in frontier.nodes]]
+        return self._stepper.draft_logits(roots, torch.tensor(paths, device=roots.device), depth)
+
+
 class HeadDrafter(TreeGrower):
-    """Trees grown from an EAGLE-3 head. `name` tells heads of one hybrid apart."""
+    """Trees grown from a trained head. `name` tells heads of one hybrid apart (by default the family's)."""
 
-    stepper: Eagle3Stepper
+    def __init__(self, head: DraftHead, *, calibration: Calibration | None = None, name: str | None = None) -> None:
+        super().__init__(make_stepper(head, name=name or family_of_head(head)), calibration=calibration)
+        self.head = head
 
-    def __init__(self, head: Eagle3Head, *, calibration: Calibration | None = None, name: str = "eagle3") -> None:
-        super().__init__(Eagle3Stepper(head, name=name), calibration=calibration)
 
-    @property
-    def head(self) -> Eagle3Head:
-        return self.stepper.head
+def make_stepper(head: DraftHead, *, name: str) -> Stepper:
+    """The way to draft with a head of its shape."""
+    if isinstance(head, RecurrentHead):
+        return RecurrentStepper(head, name=name)
+    if isinstance(head, PathHead):
+        return PathStepper(head, name=name)
+    raise ValueError(f"there is no way to draft with a {type(head).__name__}")
+
+
+def _last_rows(groups: Sequence[RowGroup], rows: torch.Tensor) -> torch.Tensor:
+    """The last row of each group."""
+    ends = np.cumsum([len(group.tokens) for group in groups]) - 1
+    return rows[torch.from_numpy(ends).to(rows.device)]
+
+
+def _extended(path: list[int], token: int) -> list[int]:
+    return [*path, token]
+
+
+def _no_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("a head without a layer over the text does not attend")

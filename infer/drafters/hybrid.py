@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from infer.cost import CostModel
-from infer.drafters.base import Drafter, DraftLimit, RecordingDrafter, TreeSettings
+from infer.drafters.base import Drafter, DraftLimit, RecordingDrafter, Room
 from infer.growth import merge
 from infer.request import Request
 from infer.tree import Coupled, DraftTree, OneHot
@@ -42,9 +41,9 @@ class HybridDrafter:
         for part in self._recording_parts():
             part.records = value
 
-    def open(self, *, num_slots: int, num_columns: int, tree: TreeSettings, cost: CostModel) -> None:
+    def open(self, room: Room) -> None:
         for drafter in self.drafters:
-            drafter.open(num_slots=num_slots, num_columns=num_columns, tree=tree, cost=cost)
+            drafter.open(room)
 
     def observe(self, request: Request, states: torch.Tensor | None) -> None:
         widths = [len(drafter.taps) for drafter in self.drafters]

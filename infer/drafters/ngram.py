@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from infer.cost import CostModel
-from infer.drafters.base import DraftLimit, TreeSettings
+from infer.drafters.base import DraftLimit, Room, TreeSettings
 from infer.growth import TreeBuilder
 from infer.request import Request
 from infer.tree import ROOT, DraftTree, OneHot
@@ -86,8 +85,8 @@ class NgramDrafter:
         self.name = name
         self._tree = TreeSettings()
 
-    def open(self, *, num_slots: int, num_columns: int, tree: TreeSettings, cost: CostModel) -> None:
-        self._tree = tree
+    def open(self, room: Room) -> None:
+        self._tree = room.tree
 
     def observe(self, request: Request, states: torch.Tensor | None) -> None:
         history = self._history(request)

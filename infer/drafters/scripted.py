@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from infer.cost import CostModel
-from infer.drafters.base import DraftLimit, TreeSettings
+from infer.drafters.base import DraftLimit, Room
 from infer.request import Request
 from infer.tree import Coupled, DraftTree, GreedySet, OneHot, Sampled
 from infer.verify import KindType
@@ -40,7 +39,7 @@ class ScriptedDrafter:
         self.taps = taps
         self.kinds = kinds
 
-    def open(self, *, num_slots: int, num_columns: int, tree: TreeSettings, cost: CostModel) -> None:
+    def open(self, room: Room) -> None:
         pass
 
     def observe(self, request: Request, states: torch.Tensor | None) -> None:

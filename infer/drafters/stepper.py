@@ -26,8 +26,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from infer.cost import CostModel
-from infer.drafters.base import TreeSettings
+from infer.drafters.base import Room
 from infer.request import Request
 
 
@@ -93,8 +92,8 @@ class Stepper(Protocol):
     @property
     def step_milliseconds(self) -> float: ...
 
-    def open(self, *, num_slots: int, num_columns: int, tree: TreeSettings, cost: CostModel) -> None:
-        """Make room, as `Drafter.open` says. At most `tree.max_depth - 1` depths of `tree.beam` rows are stepped in a
+    def open(self, room: Room) -> None:
+        """Make room, as `Drafter.open` says. At most `max_depth - 1` depths of `beam` rows are stepped in a
         round, behind the rows of a request's text."""
 
     def observe(self, request: Request, states: torch.Tensor | None) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from heads.base import TargetWeights
 from heads.checkpoint import (
     CARD_FILE,
     CONFIG_FILE,
@@ -58,9 +59,9 @@ def card() -> HeadCard:
 
 
 def test_a_saved_head_comes_back_bit_for_bit(head: Eagle3Head, card: HeadCard, tmp_path: Path) -> None:
-    embedding = torch.randn(VOCABULARY, HIDDEN)
+    weights = TargetWeights(embedding=torch.randn(VOCABULARY, HIDDEN), lm_head=torch.randn(VOCABULARY, HIDDEN))
     folder = save_head(tmp_path / "best", head, card)
-    again, read = load_head(folder, embedding)
+    again, read = load_head(folder, weights)
     assert read.target == card.target
     assert read.acceptance == {"accepted_length": 2.0}
     assert again.config == head.config
@@ -72,12 +73,15 @@ def test_a_saved_head_comes_back_bit_for_bit(head: Eagle3Head, card: HeadCard, t
         return value.repeat_interleave(2, dim=1)
 
     inputs = (torch.tensor([5]), torch.randn(1, HIDDEN), torch.tensor([0]), itself)
-    assert torch.equal(again.logits(again(*inputs)), head.bind(embedding).logits(head(*inputs)))
+    assert torch.equal(
+        again.logits(again(*inputs)),
+        head.bind(weights).logits(head(*inputs)),
+    )
 
 
 def test_folder_holds_no_target_tensor_and_no_path(head: Eagle3Head, card: HeadCard, tmp_path: Path) -> None:
     """A public config once carried a private absolute path, and a "head" the whole embedding matrix."""
-    head.bind(torch.randn(VOCABULARY, HIDDEN))
+    head.bind(TargetWeights(embedding=torch.randn(VOCABULARY, HIDDEN), lm_head=torch.randn(VOCABULARY, HIDDEN)))
     folder = save_head(tmp_path / "best", head, card)
     tensors = load_file(folder / WEIGHTS_FILE)
     assert not any("embed" in name for name in tensors)
@@ -121,7 +125,7 @@ def edit(folder: Path, change: Callable[[Tensors], None]) -> None:
         (lambda t: t.update({"d2t": torch.zeros(20, dtype=torch.int64)}), "never filled in"),
         (lambda t: t.update({"d2t": t["d2t"].flip(0).contiguous()}), "strictly ascending"),
         (lambda t: t.update({"t2d": torch.ones(VOCABULARY, dtype=torch.bool)}), "disagree on 44 target tokens"),
-        (lambda t: t.pop("t2d"), "lacks t2d"),
+        (lambda t: t.pop("t2d"), "lack t2d"),
     ],
 )
 def test_what_does_not_fit_is_named(

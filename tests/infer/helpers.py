@@ -76,7 +76,7 @@ def random_head(target: TargetModel, *, seed: int = 0, draft_vocab_size: int = 6
     vocabulary = DraftVocabulary.from_counts(odd, size=draft_vocab_size, vocab_size=vocab_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Eagle3Head(config, vocabulary).bind(target.embedding_weight)
+        return Eagle3Head(config, vocabulary).bind(target.weights)
 
 
 def small_target(tiny_model: Callable[..., Any], *, seed: int = 0) -> TargetModel:

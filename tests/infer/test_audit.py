@@ -549,7 +549,7 @@ def test_the_command_passes_a_lookup_or_says_why_not(
     [
         ("head", ("--target", "other"), "the head was trained on target"),
         ("none", ("--target", "target"), "nothing to audit"),
-        ("ngram", ("--target", "target", "--save"), "has none: leave it out"),
+        ("ngram", ("--target", "target", "--save"), "is not one trained head with a card"),
         ("ngram", ("--target", "target", "--tokens", "0"), "--tokens must be at least 1"),
         ("ngram", (), "give one with --target"),
     ],

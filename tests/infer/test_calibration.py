@@ -271,5 +271,5 @@ def test_the_command_replaces_a_broken_calibration(folders):
 
 
 def test_the_command_needs_a_head(folders):
-    with pytest.raises(ValueError, match="'ngram' has no head to calibrate"):
+    with pytest.raises(ValueError, match="'ngram' is not one trained head to calibrate"):
         run_command(folders, "ngram")

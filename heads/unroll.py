@@ -1,23 +1,71 @@
-"""Attention of the unrolled head in training: causal over the true prefix, plus a diagonal of its own steps.
+"""What training hands a head, and what it gets back: packed text with the target's states, and a state a row and step.
 
-At step 0 every row gives a key and a value, computed from the target's features: the context. At step s a row
-attends to the context up to its own position and to its own rows of steps 1..s (the diagonal), exactly what it would
-see when decoding. Rows are packed: sequences lie one after another, without padding.
+The attention is that of decoding, taught: causal over the true prefix, plus a diagonal of the head's own steps. At step
+0 every row gives a key and a value, computed from the target's features: the context. At step s a row attends to the
+context up to its own position and to its own rows of steps 1..s (the diagonal), exactly what it would see when
+decoding. Rows are packed: sequences lie one after another, without padding.
 
-Shapes: R context rows, Q query rows, G query heads a key-value head, Hkv key-value heads, D head dimension,
-T context rows of one sequence, S diagonal steps so far.
+Shapes: R packed rows, Q query rows, G query heads a key-value head, Hkv key-value heads, D head dimension,
+T context rows of one sequence, S diagonal steps so far, H hidden, C draft vocabulary.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """Packed sequences: token_ids [R], loss_mask [R] bool, taps [R, taps * H], last [R, H] and log_normalizer [R].
+
+    `last` is the state that feeds the target's LM head (after its final norm), `log_normalizer` the log-sum-exp of
+    the target's logits over its whole vocabulary.
+    """
+
+    token_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    lengths: tuple[int, ...]
+    taps: torch.Tensor
+    last: torch.Tensor
+    log_normalizer: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.token_ids.numel()
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[R]: each row's place in its own sequence."""
+        device = self.token_ids.device
+        return torch.cat([torch.arange(length, device=device) for length in self.lengths])
+
+    @property
+    def following(self) -> torch.Tensor:
+        """[R]: each row's next token. Wrong in a sequence's last row, which never counts and which none attends to."""
+        return self.token_ids.roll(-1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnrolledStep:
+    """A head's answer at the planned rows of one step.
+
+    states [Q, W]: what its LM head reads; weight [C, W]: that LM head. auxiliary: a further loss, summed over the rows.
+    """
+
+    states: torch.Tensor
+    weight: torch.Tensor
+    auxiliary: torch.Tensor | None = None
+
+    def logits(self) -> torch.Tensor:
+        """[Q, C]."""
+        return self.states @ self.weight.to(self.states.dtype).T
+
+
 class UnrolledAttention:
-    """An `Attend` for `Eagle3Head.forward`: the first call lays down the context, later ones add a diagonal step."""
+    """An `Attend` (`heads.layers`): the first call lays down the context, later ones add a diagonal step."""
 
     def __init__(self, lengths: Sequence[int], rows: torch.Tensor) -> None:
         """`lengths` of the packed sequences; `rows` [Q] ascending indices of the context rows that are queries."""

@@ -1,0 +1,123 @@
+"""Building blocks of draft heads, as Llama has them. Attention itself is the caller's (`Attend`): it differs between
+training and decoding, and nothing else does.
+
+Shapes: ... any leading dimensions, H hidden, D head dimension, Hq query heads, Hkv key-value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(query [..., Hq, D], key [..., Hkv, D], value [..., Hkv, D]), rotated, not scaled -> [..., Hq, D]."""
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, each [..., 1, D]."""
+
+RANDOM_SHARE = 0.3
+"""What is left of random values in tensors that are filled from the target in part."""
+
+
+class RMSNorm(nn.Module):
+    """Llama's: the mean square in float32, the weight applied in the input's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        wide = states.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight.to(states.dtype) * normed.to(states.dtype)
+
+
+class GatedMLP(nn.Module):
+    """Llama's SiLU-gated MLP, [..., H] -> [..., H]."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        gated = functional.silu(self.gate_proj(states)) * self.up_proj(states)
+        return cast(torch.Tensor, self.down_proj(gated))
+
+
+class Attention(nn.Module):
+    """Projections around the caller's attention, [..., input size] -> [..., H]."""
+
+    def __init__(self, *, input_size: int, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(input_size, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def forward(
+        self, inputs: torch.Tensor, rotary: Rotary, attend: Attend, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """With `rows` (indices into the first dimension), only those attend; all give keys and values."""
+        key = self.k_proj(inputs).unflatten(-1, (-1, self.head_dim))  # [..., Hkv, D]
+        value = self.v_proj(inputs).unflatten(-1, (-1, self.head_dim))  # [..., Hkv, D]
+        key = rotate(key, rotary)
+        if rows is not None:
+            inputs, rotary = inputs[rows], (rotary[0][rows], rotary[1][rows])
+        query = self.q_proj(inputs).unflatten(-1, (-1, self.head_dim))  # [..., Hq, D]
+        attended = attend(rotate(query, rotary), key, value)
+        return cast(torch.Tensor, self.o_proj(attended.flatten(-2).to(inputs.dtype)))
+
+
+class RotaryTable:
+    """Cosines and sines of positions.
+
+    Not a module: `to(bfloat16)` would round its frequencies, and angles at position 1,000 would be off by a radian.
+    """
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+        self._inverse_frequencies = (theta**-exponents).float()
+
+    def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
+        """Of positions [...], each [..., 1, D]."""
+        angles = positions.float()[..., None] * self._inverse_frequencies.to(positions.device)  # [..., D/2]
+        angles = torch.cat([angles, angles], dim=-1)[..., None, :]  # [..., 1, D]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(vectors: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """Llama's rotary embedding (halves, not pairs): vectors [..., heads, D]."""
+    cos, sin = (table.to(vectors.dtype) for table in rotary)
+    first, second = vectors.chunk(2, dim=-1)
+    return vectors * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def fill(module: nn.Module, weight: torch.Tensor | None, columns: slice = slice(None)) -> list[torch.Tensor]:
+    """Fill a module's weight (or some of its columns, scaling down the others) where the shapes agree; returns what was
+    filled."""
+    own = cast(torch.Tensor, module.weight)
+    if weight is None or own[..., columns].shape != weight.shape:
+        return []
+    with torch.no_grad():
+        if own.ndim > 1 and own.shape != weight.shape:
+            own.mul_(RANDOM_SHARE)
+        own[..., columns] = weight.to(own)
+    return [own]
+
+
+def norm_scale(norm: nn.Module | None) -> torch.Tensor | None:
+    """What a target's RMSNorm multiplies by [H], however it stores that (Gemma's weight is one less); None for other
+    norms."""
+    weight = getattr(norm, "weight", None)
+    if norm is None or not isinstance(weight, torch.Tensor) or getattr(norm, "bias", None) is not None:
+        return None
+    with torch.no_grad():
+        return cast(torch.Tensor, norm(torch.ones_like(weight)[None])[0])

@@ -1,0 +1,27 @@
+"""Which target this is: a short hash that goes on the card of every head made for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+_CONFIG_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+_SAMPLES = 512
+"""Numbers that are read of each parameter."""
+
+
+def fingerprint_of(model: Any, tokenizer: Any | None) -> str:
+    """A hash of configuration, a sample of every parameter and the vocabulary: equal for equal models in one dtype or
+    another (the sample is rounded to bfloat16)."""
+    digest = hashlib.sha256()
+    digest.update(json.dumps({key: getattr(model.config, key, None) for key in _CONFIG_KEYS}).encode())
+    for name, parameter in model.named_parameters():
+        stride = max(1, parameter.numel() // _SAMPLES)
+        sample = parameter.detach().flatten()[::stride].to(torch.bfloat16).cpu().view(torch.int16)
+        digest.update(name.encode() + sample.numpy().tobytes())
+    if tokenizer is not None:
+        digest.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
+    return digest.hexdigest()[:32]
