@@ -65,6 +65,7 @@ _COMMANDS = {
     "generate": _Command("infer.cli.generate", "complete prompts with a target and a head"),
     "bench": _Command("infer.cli.bench", "compare speed and answers with plain decoding"),
     "audit": _Command("infer.cli.audit", "prove on your own model that answers are the target's"),
+    "doctor": _Command("infer.cli.doctor", "look a trained head over against its target"),
     "calibrate": _Command("infer.cli.calibrate", "fit a head's draft probabilities to how often they come true"),
     "import": _Command("infer.cli.import_head", "read an EAGLE-3 checkpoint of another project"),
     "export": _Command("infer.cli.export_head", "write a head for vLLM, SGLang, SpecForge, speculators or EAGLE"),

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from heads.base import HeadConfig, RecurrentHead, TargetSizes, TargetWeights, final_tap, flag, refuse_other_values
 from heads.decoder import ONE_LAYER, DecoderConfig, decoder_of_native, decoder_of_target, decoder_to_native
-from heads.layers import RANDOM_SHARE, Attend, Attention, GatedMLP, RMSNorm, Rotary, fill, norm_scale
+from heads.layers import Attend, Attention, GatedMLP, RMSNorm, Rotary
 from heads.rope import rotary_table
 from heads.unroll import Batch
 from heads.vocab import DraftVocabulary, VocabularyProvenance
@@ -129,7 +129,11 @@ class DecoderLayer(nn.Module):
 
 
 class Eagle1Head(RecurrentHead):
-    """The network."""
+    """The network.
+
+    It takes nothing over from its target at the start. The target's last layer reads normed states of another scale: a
+    head that began as that layer, as it is or in the coordinates of the final-normed state, was worse at every depth.
+    """
 
     config: Eagle1Config
 
@@ -199,21 +203,3 @@ class Eagle1Head(RecurrentHead):
         wanted = batch.last[rows + 1 + step].float()
         distances = functional.smooth_l1_loss(states.float(), wanted, reduction="none").mean(dim=-1)  # [Q]
         return self.config.feature_loss * distances.sum()
-
-    def init_from_target(self, *, layer: nn.Module, final_norm: nn.Module, lm_head_weight: torch.Tensor) -> list[str]:
-        """The layer is the target's last one, and `fc` passes the state on; its embedding half and its mixing keep a
-        part of their random values, so that they are used from the first step. Tensors whose shapes the target does
-        not have are left as they are."""
-        size = self.config.hidden_size
-        own, filled = cast(DecoderLayer, self.layers[0]), []
-        source = dict(layer.named_parameters())
-        modules = dict(layer.named_modules())
-        for name, module in own.named_modules():
-            if name.endswith("_proj"):
-                filled += fill(module, source.get(f"{name}.weight"))
-        before_mlp = modules.get("pre_feedforward_layernorm") or modules.get("post_attention_layernorm")
-        filled += fill(own.post_attention_layernorm, norm_scale(before_mlp))
-        with torch.no_grad():
-            self.fc.weight.mul_(RANDOM_SHARE)
-            self.fc.weight[:, size:] += torch.eye(size)
-        return self._names_of(filled)

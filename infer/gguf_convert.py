@@ -127,6 +127,7 @@ def convert_gguf(file: Path, folder: Path, *, facts: ModelFacts) -> None:
     _repair_tokenizer(tokenizer, metadata, max_length=model.config.max_position_embeddings)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    _demote_reserved_tokens(folder / "tokenizer.json")
     del model
     verify_weights(file, folder)
     verify_loads(folder, facts=facts, tokens=_token_spellings(metadata))
@@ -269,6 +270,21 @@ def _set_byte_level_split(tokenizer: PreTrainedTokenizerBase, *, digits_stand_al
         split.insert(0, pre_tokenizers.Digits(individual_digits=True))
     backend: Any = tokenizer
     backend.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+
+
+def _demote_reserved_tokens(file: Path) -> None:
+    """Make tokens that are kept for later use (`<unused12>`) added but not special, as Gemma's own tokenizer has them.
+
+    A GGUF marks them like the markers of turns; there are thousands, and what is special has a place in every draft
+    vocabulary.
+    """
+    content = json.loads(file.read_text(encoding="utf-8"))
+    reserved = [token for token in content["added_tokens"] if re.fullmatch(r"<unused\d+>", token["content"])]
+    if not reserved:
+        return
+    for token in reserved:
+        token["special"] = False
+    file.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 def _token_spellings(metadata: dict[str, Any]) -> list[str]:

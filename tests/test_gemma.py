@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import headstart
+from infer.chat import special_ids
 from infer.cost import CostModel
 from infer.divergence import FirstDifference
 from infer.drafters import Drafter, HeadDrafter, HybridDrafter, NgramDrafter, ScriptedDrafter, TreeSettings
@@ -105,12 +106,14 @@ def random_trees(target: TargetModel, answers: list[Completion]) -> ScriptedDraf
 
 
 def test_the_target_has_what_the_tests_are_about(target):
-    """Sliding layers of 512 tokens beside full ones, tied embeddings, one end token and a marked beginning."""
+    """Sliding layers of 512 tokens beside full ones, tied embeddings, one end token, a marked beginning; and only the
+    markers are special, not the 6,242 reserved tokens that the GGUF calls so too."""
     assert target.config.sliding_window == WINDOW
     assert set(target.config.layer_types) == {"sliding_attention", "full_attention"}
     assert target.embedding_weight is target.lm_head_weight
     assert target.eos_ids == {1}
     assert target.tokenizer("a").input_ids[0] == 2
+    assert special_ids(target.tokenizer) == {0, 1, 2, 3, 4, 105, 106}
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -23,40 +23,43 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import nn
 
 from configs.loading import dump_config, load_config
 from configs.schema import RunConfig
 from heads.checkpoint import WEIGHTS_FILE, present_folder, read_card, recover_folder
-from infer.bench import BenchReport, benchmark, ids_hash
-from infer.cost import CostModel
-from infer.drafters import Drafter, HeadDrafter, HybridDrafter, TreeGrower, TreeSettings, load_drafter, parse_spec
-from infer.drafters.model import ModelDrafter
+from infer.drafters import NO_DRAFT, load_drafter, parse_spec
 from infer.drafters.spec import FOLDER
 from infer.engine import Engine
-from infer.evaluate import DEFINITION, EvalPrompt, evaluate
+from infer.evaluate import DEFINITION, EvalPrompt
 from infer.machine import dtype_name, machine_facts
 from infer.target import TargetModel
-from infer.verify import RULES
 from train.dataset import TrainingData, load_data
 from train.features import CachedFeatures, OnlineFeatures, RowFeatures, rows_hash
+from train.measures import (
+    ANY_RULE,
+    Cell,
+    Measures,
+    Shape,
+    Speed,
+    acceptance,
+    can_verify,
+    measuring_engine,
+    sizes_of,
+    speeds,
+)
 from train.setup import make_head
 from train.trainer import train
 
 STATE_FILE = "compare.json"
 STATE_VERSION = 1
-ANY_RULE = "any"
-"""The rule of a greedy cell: at temperature 0 every rule keeps what the match walk keeps."""
-
 COUNTED = (
     "training minutes count optimiser steps alone: the target's states for the text were computed before, for all runs "
     "at once, and evaluations are not counted"
 )
 
-Shape = Literal["chain", "tree"]
 Notice = Callable[[str], None]
 
 _SET_HERE = {
@@ -94,113 +97,12 @@ class Budget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measures:
-    """What is measured of every drafter.
-
-    Acceptance on a chain of `chain_depth` drafts and on trees of `num_nodes`, under each rule that verifies such a
-    shape, at each temperature. Speed at the lowest and the highest temperature. Prompt i is drawn with seed + i.
-    """
-
-    rules: tuple[str, ...] = tuple(name for name, rule in RULES.items() if rule.lossless)
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    chain_depth: int = 5
-    num_nodes: int = 16
-    max_tokens: int = 64
-    seed: int = 0
-    batch: int = 8
-    bench: bool = True
-
-    def __post_init__(self) -> None:
-        for rule in self.rules:
-            if rule not in RULES or not RULES[rule].lossless:
-                known = ", ".join(name for name, one in RULES.items() if one.lossless)
-                raise ValueError(f"{rule!r} is no lossless rule: choose among {known}")
-        for name, values in (("rules", self.rules), ("temperatures", self.temperatures)):
-            if not values or len(set(values)) != len(values):
-                raise ValueError(f"{name} are {list(values)}: name at least one, each only once")
-        for name in ("chain_depth", "num_nodes", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_tokens < 2:
-            raise ValueError(f"max_tokens must be at least 2, for one draft round, got {self.max_tokens}")
-
-    @property
-    def speed_temperatures(self) -> tuple[float, ...]:
-        return tuple(dict.fromkeys((min(self.temperatures), max(self.temperatures))))
-
-    def tree(self, shape: Shape) -> TreeSettings:
-        if shape == "chain":
-            return TreeSettings.chain(self.chain_depth)
-        return TreeSettings(max_nodes=self.num_nodes, adaptive=False)
-
-    def plan(self) -> Iterator[tuple[Shape, str, float]]:
-        """Shape, rule and temperature of every cell."""
-        greedy = [temperature for temperature in self.temperatures if temperature == 0]
-        sampled = [temperature for temperature in self.temperatures if temperature > 0]
-        for shape in ("chain", "tree"):
-            yield from ((shape, ANY_RULE, temperature) for temperature in greedy)
-            for rule in self.rules:
-                if rule == "match" or RULES[rule].needs_chain == (shape == "chain"):
-                    yield from ((shape, rule, temperature) for temperature in sampled)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Contender:
     """One line of the comparison. head: the HEAD to measure (a recipe's is its run's best). config: what to train."""
 
     name: str
     head: str
     config: RunConfig | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """Acceptance of one drafter in one shape, under one rule, at one temperature (`infer.evaluate.Acceptance`).
-
-    achieved, bound: acceptance of a step and the best that any lossless rule could reach of the same candidates
-    (`infer.bound_meter`); None where the drafter does not say what it drew from.
-    """
-
-    shape: Shape
-    rule: str
-    temperature: float
-    num_rounds: int
-    num_tokens: int
-    accepted_length: float
-    by_position: tuple[float, ...]
-    achieved: float | None = None
-    bound: float | None = None
-    bound_ratio: float | None = None
-    bound_error: float | None = None
-
-    def at_position(self, position: int) -> float:
-        return self.by_position[position - 1] if position <= len(self.by_position) else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """Drafted against plain decoding at one temperature, interleaved (`infer.bench.Row`)."""
-
-    temperature: float
-    ratio_to_plain: float
-    tokens_per_second: float
-    plain_tokens_per_second: float
-    accepted_length: float
-    draft_share: float
-    verify_share: float
-    forward_share: float
-    identical_to_plain: float | None
-
-    @classmethod
-    def of(cls, report: BenchReport) -> list[Speed]:
-        rows = {(row.method, row.temperature): row for row in report.results}
-        speeds = []
-        for (method, temperature), row in rows.items():
-            if method == "headstart":
-                plain = rows["plain", temperature].tokens_per_second
-                values = {name: getattr(row, name) for name in cls.__dataclass_fields__ if hasattr(row, name)}
-                speeds.append(cls(**values, plain_tokens_per_second=plain))
-        return speeds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +198,7 @@ class Comparison:
             feature_seconds=stored["feature_seconds"],
             entries={one["name"]: Entry.from_dict(one) for one in stored["entries"]},
         )
-        if stored["measured"] != json.loads(json.dumps(measured)):
+        if stored["measured"] != measured:
             notice("other prompts, rules or lengths than before: everything is measured anew (nothing is trained anew)")
             for entry in comparison.entries.values():
                 entry.forget_measures()
@@ -351,6 +253,11 @@ def read_recipes(recipes: Sequence[str], overrides: Sequence[str], budget: Budge
         config = load_config(recipe, [*overrides, *_budget_overrides(budget)])
         if any(config.name == other.name for other in configs):
             raise ValueError(f"two recipes have the name {config.name!r}: give each a name of its own in its file")
+        if config.backbone.lora_rank is not None:
+            raise ValueError(
+                f"{config.name} trains its target too (backbone.lora_rank), so its head drafts for another target than "
+                "the others: not comparable. Measure it by itself, or give backbone.lora_rank=null"
+            )
         configs.append(config)
     first = configs[0]
     for config in configs[1:]:
@@ -406,7 +313,7 @@ def contenders_of(configs: Sequence[RunConfig], drafters: Sequence[str], folder:
     ]
     for head in drafters:
         specs = parse_spec(head)
-        if any(spec.kind == "none" for spec in specs):
+        if any(spec.kind == NO_DRAFT for spec in specs):
             raise ValueError("'none' is what every drafter is compared with anyway: leave it out")
         contenders.append(Contender(name=head, head=head))
     names = [contender.name for contender in contenders]
@@ -437,7 +344,7 @@ def compare(
     trained = [contender.config for contender in contenders if contender.config is not None]
     data = _load_data(trained[0], target) if trained else None
     identity = _identity(target, budget, data)
-    comparison = Comparison.open(folder, identity, _measured(measures, prompts), notice)
+    comparison = Comparison.open(folder, identity, measures.described(prompts), notice)
     comparison.machine = machine_facts()
     for contender in contenders:
         entry = comparison.entries.setdefault(
@@ -473,13 +380,6 @@ def _identity(target: TargetModel, budget: Budget | None, data: TrainingData | N
     if budget is not None and data is not None:
         identity |= {**asdict(budget), "data_hash": rows_hash(data.rows)}
     return identity
-
-
-def _measured(measures: Measures, prompts: Sequence[EvalPrompt]) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(ids_hash(prompt.token_ids).encode())
-    return {**asdict(measures), "num_prompts": len(prompts), "prompts_hash": digest.hexdigest()[:12]}
 
 
 def _kind_of(contender: Contender) -> str:
@@ -697,71 +597,17 @@ def _measure(
     for shape, rule, temperature in missing:
         if rule in entry.skipped:
             continue
-        if rule != ANY_RULE and not set(drafter.kinds) & set(RULES[rule].kinds):
+        if not can_verify(rule, drafter):
             entry.skipped.append(rule)
             continue
         if (shape, rule) not in engines:
-            engines = {(shape, rule): _engine(target, drafter, measures, shape, rule)}  # the last one's cache goes
-        entry.cells.append(_cell(engines[shape, rule], prompts, measures, shape, rule, temperature))
+            engines = {
+                (shape, rule): measuring_engine(target, drafter, measures, shape, rule)
+            }  # the last one's cache goes
+        entry.cells.append(acceptance(engines[shape, rule], prompts, measures, shape, rule, temperature))
         comparison.save()
     if untimed:
-        report = benchmark(
-            Engine(target, drafter, max_requests=1, max_length=_longest(prompts) + measures.max_tokens),
-            prompts,
-            head=contender.head,
-            temperatures=measures.speed_temperatures,
-            max_tokens=measures.max_tokens,
-            methods=("plain", "headstart"),
-            seed=measures.seed,
-        )
-        entry.speeds = Speed.of(report)
-
-
-def _engine(target: TargetModel, drafter: Drafter, measures: Measures, shape: Shape, rule: str) -> Engine:
-    return Engine(
-        target,
-        drafter,
-        max_requests=measures.batch,
-        rule="match" if rule == ANY_RULE else rule,
-        tree=measures.tree(shape),
-        cost=CostModel.free(),
-    )
-
-
-def _cell(
-    engine: Engine, prompts: Sequence[EvalPrompt], measures: Measures, shape: Shape, rule: str, temperature: float
-) -> Cell:
-    report = evaluate(
-        engine,
-        prompts,
-        temperatures=(temperature,),
-        max_tokens=measures.max_tokens,
-        seed=measures.seed,
-        bound=temperature > 0,
-    )
-    attained = {}
-    if report.bound is not None:
-        step = report.bound.overall
-        attained = {
-            "achieved": step.achieved,
-            "bound": step.bound,
-            "bound_ratio": step.ratio,
-            "bound_error": step.standard_error,
-        }
-    return Cell(
-        shape=shape,
-        rule=rule,
-        temperature=temperature,
-        num_rounds=report.overall.num_rounds,
-        num_tokens=report.overall.num_tokens,
-        accepted_length=report.accepted_length,
-        by_position=report.overall.by_position,
-        **attained,
-    )
-
-
-def _longest(prompts: Sequence[EvalPrompt]) -> int:
-    return max(len(prompt.token_ids) for prompt in prompts)
+        entry.speeds = speeds(target, drafter, prompts, measures)
 
 
 def _earlier_training(head: str) -> Training | None:
@@ -779,19 +625,3 @@ def _earlier_training(head: str) -> Training | None:
         epochs=told["epoch"],
         best_step=told["step"],
     )
-
-
-def sizes_of(drafter: Drafter) -> tuple[int | None, int | None]:
-    """Parameters of the networks that draft, without those that are the target's, and the size of their vocabulary."""
-    if isinstance(drafter, HybridDrafter):
-        sizes = [sizes_of(part) for part in drafter.drafters]
-        counts = [count for count, _ in sizes if count is not None]
-        return (sum(counts) if counts else None), next((size for _, size in sizes if size is not None), None)
-    if not isinstance(drafter, TreeGrower):
-        return None, None
-    network: nn.Module | None = drafter.head if isinstance(drafter, HeadDrafter) else None
-    if isinstance(drafter, ModelDrafter):
-        stepper = drafter.stepper
-        network = stepper.head if stepper.shares_cache else stepper.model.model
-    count = None if network is None else sum(parameter.numel() for parameter in network.parameters())
-    return count, len(drafter.stepper.target_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infer.cli import common
@@ -93,7 +94,7 @@ def table(heads: Sequence[Measured]) -> Table:
     )
     for head in heads:
         result.add_row(
-            head.head,
+            "/".join(Path(head.head).parts[-3:]),
             head.family,
             "" if head.num_parameters is None else f"{head.num_parameters / 1e6:.1f}",
             "" if head.draft_vocab_size is None else str(head.draft_vocab_size),

@@ -19,7 +19,14 @@ from safetensors.torch import load_file, save_file
 import headstart
 import infer.audit
 from heads.checkpoint import HeadCard, TargetReference, save_head
-from infer.adapter import ADAPTER_FOLDER, Adapter, merged_weight, tensor_name, write_adapter, write_merged_target
+from infer.adapter import (
+    ADAPTER_FOLDER,
+    Adapter,
+    merged_weight,
+    tensor_name,
+    write_adapter,
+    write_merged_target,
+)
 from infer.drafters import TreeSettings
 from infer.engine import Engine, load_engine
 from infer.fingerprint import fingerprint_of

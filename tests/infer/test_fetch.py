@@ -21,8 +21,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 import infer.fetch
+from infer.chat import special_ids
 from infer.fetch import KNOWN_MODELS, MANIFEST_NAME, KnownModel, Wheel, fetch_model, is_fetched
 from infer.gguf_convert import ModelFacts, convert_gguf, verify_loads, verify_weights
 
@@ -121,11 +123,11 @@ def write_tiny_gguf(
 
 def write_tiny_gemma(path: Path, *, tokenizer: str = "llama") -> Path:
     """A Gemma-3 of seven layers, the sixth with full attention, that has no chat template."""
-    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<unused0>"]
     spaces = ["  ", "   "]
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     words = ["\u2581", "t", "h", "e", "s", "th", "\u2581th"]
-    words += [f"<unused{index}>" for index in range(-len([*specials, *spaces, *byte_tokens, *words]) % 32)]
+    words += [f"x{index}" for index in range(-len([*specials, *spaces, *byte_tokens, *words]) % 32)]
     tokens = [*specials, *spaces, *byte_tokens, *words]
     control, user_defined, byte, normal = 3, 4, 6, 1
     kinds = [control] * len(specials) + [user_defined] * len(spaces) + [byte] * 256 + [normal] * len(words)
@@ -254,15 +256,13 @@ def test_digits_stand_alone(converted: Path) -> None:
 
     transformers gives a GGUF tokenizer GPT-2's split whatever the file says: "a  12" lost its double space.
     """
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(converted)
     assert tokenizer.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
     assert tokenizer.model_max_length == 128
 
 
 def test_gemma_conversion(tiny_gemma: Path, tmp_path: Path) -> None:
-    """A GGUF holds Gemma's norms plus one, and its query and key rows in their own order.
+    """A GGUF holds Gemma's norms plus one, its query and key rows in their own order, and reserved tokens as special.
 
     The conversion checks all tensors itself; one norm and one projection are looked at here by other means. Adding one
     rounds, by at most half a unit in the last place.
@@ -276,6 +276,9 @@ def test_gemma_conversion(tiny_gemma: Path, tmp_path: Path) -> None:
     dequantized = torch.from_numpy(gguf.dequantize(query.data, query.tensor_type).copy())
     assert torch.equal(saved["model.layers.0.self_attn.q_proj.weight"], dequantized)
     assert "lm_head.weight" not in saved
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert special_ids(tokenizer) == {0, 1, 2, 3, 4, 5}
+    assert tokenizer("<unused0>t").input_ids == [2, 6, 266]
 
 
 def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

@@ -28,11 +28,14 @@ from infer.target import TargetModel
 from tests.infer.helpers import Folders, write_folders
 from tests.train.training_fixtures import tiny_recipe, write_chats
 from train import compare as compare_module
+from train import measures as measures_module
 from train.compare import Budget, CachedFeatures, _Pool, _PooledFeatures, read_recipes
 from train.dataset import load_data
 from train.features import OnlineFeatures
 
 MEASURED = ["--temperatures", "0", "1", "--rules", "match", "block", "traversal", "--chain", "3", "--nodes", "6"]
+PARTS = {"train": compare_module, "evaluate": measures_module, "benchmark": measures_module}
+"""What a comparison is made of, and where it finds that."""
 SHORT = ["--max-tokens", "10", "--name", "tiny"]
 
 
@@ -168,14 +171,14 @@ def test_what_is_finished_is_not_done_again(
     take the figures anew, and train nothing."""
     first = place.run(*recipes(place), "--steps", "4")
     done: list[str] = []
-    for name in ("train", "evaluate", "benchmark"):
-        original = getattr(compare_module, name)
+    for name, module in PARTS.items():
+        original = getattr(module, name)
 
         def spy(*args: Any, original: Callable[..., Any] = original, name: str = name, **named: Any) -> Any:
             done.append(name)
             return original(*args, **named)
 
-        monkeypatch.setattr(compare_module, name, spy)
+        monkeypatch.setattr(module, name, spy)
     assert place.run(*recipes(place), "--steps", "4")["entries"] == first["entries"]
     assert done == []
     place.recipe("third", optim={"lr": 3e-3})
@@ -218,7 +221,7 @@ class Stopped(BaseException):
 def interrupting(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Interrupts the comparison at one point after another."""
     for name, nth in (("train", 2), ("evaluate", 3), ("evaluate", 2), ("benchmark", 2)):
-        original, calls = getattr(compare_module, name), []
+        original, calls = getattr(PARTS[name], name), []
 
         def stop(*args: Any, original: Any = original, calls: list[int] = calls, nth: int = nth, **named: Any) -> Any:
             calls.append(1)
@@ -227,7 +230,7 @@ def interrupting(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
             return original(*args, **named)
 
         with monkeypatch.context() as patch:
-            patch.setattr(compare_module, name, stop)
+            patch.setattr(PARTS[name], name, stop)
             yield name
 
 
@@ -347,7 +350,7 @@ def test_a_recipe_that_fails_stands_in_the_table(place: Place, capsys: pytest.Ca
 
 def test_a_drafter_that_fails_later_stands_in_the_table(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of ours is told by its type; what was measured before it stays."""
-    original, calls = compare_module.evaluate, []
+    original, calls = measures_module.evaluate, []
 
     def fail(*args: Any, **named: Any) -> Any:
         calls.append(1)
@@ -357,7 +360,7 @@ def test_a_drafter_that_fails_later_stands_in_the_table(place: Place, monkeypatc
 
     head = str(place.folders.head)
     with monkeypatch.context() as patch:
-        patch.setattr(compare_module, "evaluate", fail)
+        patch.setattr(measures_module, "evaluate", fail)
         result = by_name(place.measure(head, "ngram", status=1))
     assert result[head]["error"] == "RuntimeError: out of memory"
     assert (len(result[head]["cells"]), len(result["ngram"]["cells"])) == (2, 4)
@@ -383,6 +386,7 @@ BAD_INPUT = [
     (["RECIPE:wide", "train.minutes=3", "--steps", "5"], "train.minutes is the comparison's to set"),
     (["RECIPE:wide", "name=mine", "--steps", "5"], "each recipe keeps its own"),
     (["RECIPE:wide", "RECIPE:elsewhere", "--steps", "5"], "not comparable: target.model is"),
+    (["RECIPE:wide", "RECIPE:joint", "--steps", "5"], "joint trains its target too"),
     (["RECIPE:wide", "RECIPE:longer", "--steps", "5"], "data.max_length is 96 in one and 128 in the other"),
     (["RECIPE:wide", "RECIPE:huge", "--steps", "5"], "head.draft_vocab_size is 5000, more than the target's"),
     (["RECIPE:wide", "RECIPE:scarce", "--steps", "5"], "scarce: 260 tokens are always kept"),
@@ -407,6 +411,7 @@ def test_mistakes_are_told_before_anything_trains(
 ) -> None:
     """One line, the usual status, no training and no states computed."""
     place.recipe("elsewhere", target={"model": str(place.folders.other)})
+    place.recipe("joint", head={"type": "medusa", "taps": None}, backbone={"lora_rank": 4})
     place.recipe("longer", data={"max_length": 96})
     place.recipe("huge", head={"draft_vocab_size": 5000})
     place.recipe("scarce", head={"draft_vocab_size": 20})
@@ -415,8 +420,8 @@ def test_mistakes_are_told_before_anything_trains(
     def never(*args: Any, **named: Any) -> Any:
         raise AssertionError("this must not be reached")
 
-    for name in ("train", "evaluate", "benchmark", "CachedFeatures"):
-        monkeypatch.setattr(compare_module, name, never)
+    for name, module in {**PARTS, "CachedFeatures": compare_module}.items():
+        monkeypatch.setattr(module, name, never)
     words = [
         str(place.root / f"{word.removeprefix('RECIPE:')}.yaml") if word.startswith("RECIPE:") else word
         for word in arguments

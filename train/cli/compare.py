@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from configs.schema import RunConfig
     from infer.target import TargetModel
-    from train.compare import Budget, Comparison, Entry, Measures, Shape
+    from train.compare import Budget, Comparison, Entry
+    from train.measures import Measures, Shape
 
 HELP = """\
 Train several recipes under one budget on the same text, measure their heads (and any drafters that need
@@ -86,8 +87,9 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from infer.evaluate import render_prompts
-    from train.compare import Measures, compare, contenders_of, read_recipes
+    from train.compare import compare, contenders_of, read_recipes
     from train.conversations import check_source
+    from train.measures import Measures
 
     if args.plot is not None:
         _require_matplotlib()
@@ -213,7 +215,7 @@ def tables(comparison: Comparison, measures: Measures) -> list[Table]:
 
 
 def _rules_by_shape(measures: Measures) -> dict[Shape, list[str]]:
-    from train.compare import ANY_RULE
+    from train.measures import ANY_RULE
 
     rules: dict[Shape, list[str]] = {"chain": [], "tree": []}
     for shape, rule, _ in measures.plan():
