@@ -238,7 +238,7 @@ def tensor_readings(head: DraftHead) -> Iterator[Reading]:
         for how, other in others.items():
             yield Reading(
                 name=f"{name} {how}",
-                cause=f"{name} is damaged: write the head again from a good copy",
+                cause=f"{name}, or what it is multiplied with, is damaged: write the head again from a good copy",
                 applied=partial(_filled, pairs=((parameter, other),)),
                 kind="tensor",
             )

@@ -156,8 +156,9 @@ class Corpus:
         """The tokens that followed, and how often (in a sample, where there are very many)."""
         step = -(-(rows.stop - rows.first) // _CORPUS_SAMPLE)
         after = self._tokens[self._order[rows.first : rows.stop : step] + rows.length]
-        tokens, counts = np.unique(after, return_counts=True)
-        return {token: count for token, count in zip(tokens.tolist(), counts.tolist(), strict=True) if token != _END}
+        counts: Counter[int] = Counter(after.tolist())
+        del counts[_END]
+        return counts
 
     def _rows(self, string: list[int]) -> _Rows:
         def start(row: int) -> list[int]:
@@ -263,6 +264,7 @@ class _History:
 
     automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     tail: deque[int] = field(default_factory=lambda: deque(maxlen=_CORPUS_MATCH))
+    found: tuple[int, _Rows | None] = (0, None)  # the corpus's rows for the text's end, when it had so many tokens
     right: Counter[_Kind] = field(default_factory=Counter)
     wrong: Counter[_Kind] = field(default_factory=Counter)
 
@@ -354,8 +356,20 @@ class SuffixDrafter:
 
     def _end(self, history: _History) -> _Place:
         automaton = history.automaton
-        rows = self._corpus.find(list(history.tail)) if self._corpus is not None else None
+        rows = None if self._corpus is None else self._rows(history, self._corpus)
         return _Place(automaton.last, automaton.num_tokens, rows)
+
+    def _rows(self, history: _History, corpus: Corpus) -> _Rows | None:
+        """The rows of the text's longest end in the corpus: where there are such, those of the longest end a token ago
+        followed by the last token."""
+        num_tokens = history.automaton.num_tokens
+        seen, rows = history.found
+        if seen < num_tokens:
+            is_next = seen == num_tokens - 1 and rows is not None and rows.length < _CORPUS_MATCH
+            rows = corpus.narrow(rows, history.tail[-1]) if rows is not None and is_next else None
+            rows = rows or corpus.find(list(history.tail))
+            history.found = (num_tokens, rows)
+        return rows
 
     def _orders(self, history: _History, place: _Place) -> list[_Order]:
         """The ends of a place that say something new, longest first."""

@@ -166,11 +166,13 @@ def test_the_automaton_counts_every_substring(text: list[int]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(corpus=st.lists(TEXTS, min_size=1, max_size=5), text=TEXTS)
+@example(corpus=[[*range(40)]], text=[*range(40)])
 def test_the_corpus_finds_the_longest_end(corpus: list[list[int]], text: list[int]) -> None:
     """The longest end of a text that stands in a sequence, its followers, and those of the strings that it makes."""
     index = Corpus(corpus)
     rows = index.find(text)
-    known = [length for length in range(len(text), 0, -1) if Reference(corpus)._in_corpus(text[-length:])]
+    longest = min(module._CORPUS_MATCH, len(text))
+    known = [length for length in range(longest, 0, -1) if Reference(corpus)._in_corpus(text[-length:])]
     assert (rows.length if rows is not None else 0) == max(known, default=0)
     if rows is None:
         return
