@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from infer.cli import common
 from infer.verify import RULES
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from configs.schema import RunConfig
     from infer.target import TargetModel
     from train.compare import Budget, Comparison, Entry
-    from train.measures import Measures, Shape
+    from train.measures import Cell, Measures, Shape
 
 HELP = """\
 Train several recipes under one budget on the same text, measure their heads (and any drafters that need
@@ -214,6 +214,11 @@ def tables(comparison: Comparison, measures: Measures) -> list[Table]:
     return result
 
 
+def _labels(entries: Sequence[Entry]) -> list[str]:
+    """Names short enough for a table: the first table and the picture's foot say in full which is which."""
+    return [f"{number} {entry.kind}" for number, entry in enumerate(entries, start=1)]
+
+
 def _rules_by_shape(measures: Measures) -> dict[Shape, list[str]]:
     from train.measures import ANY_RULE
 
@@ -225,31 +230,31 @@ def _rules_by_shape(measures: Measures) -> dict[Shape, list[str]]:
 
 
 def _cost_table(entries: Sequence[Entry]) -> Table:
-    columns = ("kind", "parameters", "draft tokens", "minutes", "steps", "visits")
-    table = common.plain_table("what they are and what their training took", "", columns)
-    for entry in entries:
+    columns = ("parameters", "draft tokens", "minutes", "steps", "visits")
+    table = common.plain_table("what they are, and what their training took", "", columns)
+    table.add_column("recipe or HEAD", overflow="fold")
+    for label, entry in zip(_labels(entries), entries, strict=True):
         training = entry.training
         row = ["", "", ""]
         if training is not None:
             mark = "" if training.here else "*"
             row = [f"{training.minutes:.1f}{mark}", str(training.steps), _short(training.token_visits)]
-        table.add_row(entry.name, entry.kind, _short(entry.num_parameters), _short(entry.draft_vocab_size), *row)
+        table.add_row(label, _short(entry.num_parameters), _short(entry.draft_vocab_size), *row, entry.name)
     return table
 
 
 def _gain_table(entries: Sequence[Entry], measures: Measures) -> Table:
     """One line a contender and temperature: accepted length on a chain and on a tree, speed and draft share."""
-    columns = ("T", "chain", "tree", "of bound", "tokens/s", "x plain", "draft share")
+    columns = ("T", "chain", "tree", "of bound", "tokens/s", "x plain", "drafting")
     table = common.plain_table("what they give", "", columns)
-    for entry in entries:
+    for label, entry in zip(_labels(entries), entries, strict=True):
         for temperature in measures.speed_temperatures:
             cells = [entry.cell(shape, _first_rule(measures, shape), temperature) for shape in _SHAPES]
             lengths = ["" if cell is None else f"{cell.accepted_length:.2f}" for cell in cells]
-            attained = "" if cells[1] is None else _share(cells[1].bound_ratio)
             speeds = ["", "", ""]
             if (speed := entry.speed(temperature)) is not None:
                 speeds = [f"{speed.tokens_per_second:.1f}", f"{speed.ratio_to_plain:.2f}", _share(speed.draft_share)]
-            table.add_row(entry.name, f"{temperature:g}", *lengths, attained, *speeds)
+            table.add_row(label, f"{temperature:g}", *lengths, _attained(cells[1]), *speeds)
     return table
 
 
@@ -265,21 +270,23 @@ def _position_table(
     entries: Sequence[Entry], measures: Measures, shape: Shape, rules: Sequence[str], temperature: float
 ) -> Table:
     """Rule by rule, so that contenders stand below each other."""
-    size = f"chain of {measures.chain_depth}" if shape == "chain" else f"tree of {measures.num_nodes}"
-    wanted = ["any"] if temperature == 0 else list(rules)
+    from train.measures import ANY_RULE
+
+    wanted = [ANY_RULE] if temperature == 0 else list(rules)
     rows = [
-        (rule, entry.name, cell)
+        (label, rule, cell)
         for rule in wanted
-        for entry in entries
+        for label, entry in zip(_labels(entries), entries, strict=True)
         if (cell := entry.cell(shape, rule, temperature)) is not None
     ]
     deepest = max((len(cell.by_position) for _, _, cell in rows), default=0)
     positions = range(1, min(_MAX_POSITIONS, deepest) + 1)
-    title = f"{size}, temperature {temperature:g}: accepted length, and share of rounds accepted at each position"
+    size = f"chain of {measures.chain_depth}" if shape == "chain" else f"tree of {measures.num_nodes}"
+    title = f"{size}, temperature {temperature:g}: share of rounds accepted"
     table = common.plain_table(title, "", ("rule", "length", *(f"at {d}" for d in positions), "of bound"))
-    for rule, name, cell in rows:
+    for label, rule, cell in rows:
         shares = [f"{cell.at_position(position):.2f}" for position in positions]
-        table.add_row(name, rule, f"{cell.accepted_length:.2f}", *shares, _share(cell.bound_ratio))
+        table.add_row(label, rule, f"{cell.accepted_length:.2f}", *shares, _attained(cell))
     return table
 
 
@@ -308,8 +315,9 @@ def notes(comparison: Comparison, measures: Measures) -> list[str]:
         lines.append("* trained before, with a budget of its own.")
     lines += [
         f"Definition: {DEFINITION}.",
-        "Of bound: acceptance of a step against the best that any lossless rule could reach of the same candidates.",
-        "Speed and draft share: batch 1, the tree adapted to this machine, beside plain decoding.",
+        "Of bound: acceptance of a step against the best that any lossless rule could reach of the same candidates, "
+        "with one standard error.",
+        "Speed: batch 1, the tree adapted to this machine, beside plain decoding; drafting: its share of the time.",
     ]
     return lines
 
@@ -323,8 +331,15 @@ def _short(value: int | None) -> str:
     return str(value)
 
 
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.0f} %"
+def _share(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def _attained(cell: Cell | None) -> str:
+    """Acceptance against its bound, and the standard error."""
+    if cell is None or cell.bound_ratio is None or cell.bound_error is None:
+        return ""
+    return f"{100 * cell.bound_ratio:.0f}+-{100 * cell.bound_error:.0f} %"
 
 
 # The picture
@@ -344,25 +359,33 @@ def plot(comparison: Comparison, measures: Measures, path: Path) -> None:
 
     entries = list(comparison.entries.values())
     num_panels = len(measures.temperatures) + 1
-    figure = Figure(figsize=(4.5 * num_panels, 4.5), layout="constrained")
+    figure = Figure(figsize=(4.5 * num_panels, 4.5 + 0.25 * len(entries)), layout="constrained")
     FigureCanvasAgg(figure)
     *acceptance, speed = figure.subplots(1, num_panels)
     for axes, temperature in zip(acceptance, measures.temperatures, strict=True):
         _draw_positions(axes, entries, measures, temperature)
     _draw_speed(speed, entries, measures)
     figure.suptitle(comparison.folder.name)
+    names = [f"{number}: {entry.name}" for number, entry in enumerate(entries, start=1)]
+    figure.supxlabel("\n".join(names), fontsize="small", ha="left", x=0.01)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
 def _draw_positions(axes: Axes, entries: Sequence[Entry], measures: Measures, temperature: float) -> None:
     rule = _first_rule(measures, "chain")
-    for number, entry in enumerate(entries):
+    for number, (label, entry) in enumerate(zip(_labels(entries), entries, strict=True)):
         cell = entry.cell("chain", rule, temperature)
         if cell is not None:
             shares = [cell.at_position(position) for position in range(1, measures.chain_depth + 1)]
-            label = f"{entry.name} ({cell.accepted_length:.2f})"
-            axes.plot(range(1, len(shares) + 1), shares, marker="o", color=f"C{number}", label=label)
+            axes.plot(
+                range(1, len(shares) + 1),
+                shares,
+                marker="o",
+                color=f"C{number % 10}",
+                linestyle="-" if number < 10 else "--",
+                label=f"{label} ({cell.accepted_length:.2f})",
+            )
     title = f"chain, T = {temperature:g}" + ("" if temperature == 0 else f", rule {rule}")
     axes.set(xlabel="draft position", ylabel="share of rounds accepted", ylim=(0, 1), title=title)
     if axes.lines:
@@ -373,15 +396,14 @@ def _draw_speed(axes: Axes, entries: Sequence[Entry], measures: Measures) -> Non
     """A group of bars for each contender, one bar a temperature."""
     temperatures = measures.speed_temperatures
     height = 0.8 / len(temperatures)
-    places: dict[str, Any] = {entry.name: place for place, entry in enumerate(entries)}
     for number, temperature in enumerate(temperatures):
-        speeds = {entry.name: entry.speed(temperature) for entry in entries}
-        ratios = {name: speed.ratio_to_plain for name, speed in speeds.items() if speed is not None}
-        heights = [places[name] + number * height for name in ratios]
-        bars = axes.barh(heights, list(ratios.values()), height=height, label=f"T = {temperature:g}")
-        axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios.values()], padding=3, fontsize="small")
+        speeds = [(place, speed) for place, entry in enumerate(entries) if (speed := entry.speed(temperature))]
+        ratios = [speed.ratio_to_plain for _, speed in speeds]
+        heights = [place + number * height for place, _ in speeds]
+        bars = axes.barh(heights, ratios, height=height, label=f"T = {temperature:g}")
+        axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=3, fontsize="small")
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_yticks([place + 0.4 - height / 2 for place in places.values()], list(places), fontsize="small")
+    axes.set_yticks([place + 0.4 - height / 2 for place in range(len(entries))], _labels(entries), fontsize="small")
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set(xlabel="times plain decoding", title="speed")
