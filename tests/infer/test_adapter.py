@@ -204,6 +204,9 @@ def test_the_merged_target_as_a_folder(adapted: Adapted, tmp_path: Path) -> None
         assert torch.equal(parameter, merged.model.get_parameter(name))
     served = load_engine(adapted.head, out, dtype="float32", device="cpu").target
     assert served.fingerprint == target.fingerprint
+    command = ["export", str(adapted.head), "--to", "merged-target", "--target", str(adapted.base)]
+    assert headstart.main([*command, "--out", str(tmp_path / "by-command")]) == 0
+    assert TargetModel.load(tmp_path / "by-command", dtype="float32").fingerprint == target.fingerprint
     with pytest.raises(ValueError, match="exists already"):
         write_merged_target(out, adapted.head, adapted.base)
     with pytest.raises(ValueError, match="other weights"):
