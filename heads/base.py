@@ -37,6 +37,10 @@ class TargetWeights:
     embedding: torch.Tensor
     lm_head: torch.Tensor
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TargetWeights:
+        """A copy of a head borrows the same weights."""
+        return self
+
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSizes:
@@ -344,13 +348,3 @@ def refuse_other_values(native: Mapping[str, Any], expected: Mapping[str, Any]) 
         given = native.get(key)
         if given is not None and given != value:
             raise ValueError(f"the head's config.json says {key} = {given!r}; only {value!r} is supported")
-
-
-def plain_rope_theta(config: Mapping[str, Any]) -> float | None:
-    """The base of unscaled rotary embeddings; other kinds are refused, since draft and target would disagree."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"rotary embeddings of type {kind!r} are not supported in draft heads, only 'default'")
-    theta = parameters.get("rope_theta", config.get("rope_theta"))
-    return None if theta is None else float(theta)

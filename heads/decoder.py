@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from heads.base import HeadConfig, TargetSizes, required
+from heads.layers import check_attention_sizes
 from heads.rope import read_rope
 
 
@@ -27,12 +28,7 @@ class DecoderConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} key-value heads evenly"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"rotary embeddings need an even head dimension, got {self.head_dim}")
+        check_attention_sizes(self)
 
 
 def decoder_of_target(sizes: TargetSizes) -> dict[str, Any]:

@@ -112,13 +112,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: Eagle1Config) -> None:
         super().__init__()
-        self.self_attn = Attention(
-            input_size=config.hidden_size,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-        )
+        self.self_attn = Attention(config, input_size=config.hidden_size)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

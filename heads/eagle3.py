@@ -153,13 +153,7 @@ class MidLayer(nn.Module):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        self.self_attn = Attention(
-            input_size=2 * config.hidden_size,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-        )
+        self.self_attn = Attention(config, input_size=2 * config.hidden_size)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

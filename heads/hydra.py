@@ -33,7 +33,17 @@ from heads.base import (
     refuse_other_values,
     required,
 )
-from heads.layers import Attend, Attention, GatedMLP, RMSNorm, Rotary, RotaryTable, fill, norm_scale
+from heads.layers import (
+    Attend,
+    Attention,
+    GatedMLP,
+    RMSNorm,
+    Rotary,
+    RotaryTable,
+    check_attention_sizes,
+    fill,
+    norm_scale,
+)
 from heads.rope import read_rope
 from heads.vocab import DraftVocabulary
 
@@ -78,12 +88,7 @@ class HydraConfig(HeadConfig):
             )
         if len(self.taps) != 1:
             raise ValueError(f"a Hydra head reads one state, got taps {list(self.taps)}")
-        if self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} key-value heads evenly"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"rotary embeddings need an even head dimension, got {self.head_dim}")
+        check_attention_sizes(self)
 
     @classmethod
     def for_target(
@@ -212,13 +217,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__()
-        self.self_attn = Attention(
-            input_size=config.hidden_size,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-        )
+        self.self_attn = Attention(config, input_size=config.hidden_size)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -7,7 +7,7 @@ Shapes: ... any leading dimensions, H hidden, D head dimension, Hq query heads, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -51,16 +51,43 @@ class GatedMLP(nn.Module):
         return cast(torch.Tensor, self.down_proj(gated))
 
 
+class AttentionSizes(Protocol):
+    """What a head's config says of its attention layer."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_attention_heads(self) -> int: ...
+
+    @property
+    def num_key_value_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+
+def check_attention_sizes(sizes: AttentionSizes) -> None:
+    """ValueError for heads that cannot be shared, or whose halves cannot turn. All may be 0 where there is no layer."""
+    if sizes.num_key_value_heads and sizes.num_attention_heads % sizes.num_key_value_heads:
+        raise ValueError(
+            f"{sizes.num_attention_heads} query heads cannot share {sizes.num_key_value_heads} key-value heads evenly"
+        )
+    if sizes.head_dim % 2:
+        raise ValueError(f"rotary embeddings need an even head dimension, got {sizes.head_dim}")
+
+
 class Attention(nn.Module):
     """Projections around the caller's attention, [..., input size] -> [..., H]."""
 
-    def __init__(self, *, input_size: int, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, sizes: AttentionSizes, *, input_size: int) -> None:
         super().__init__()
-        self.head_dim = head_dim
-        self.q_proj = nn.Linear(input_size, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(input_size, num_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(input_size, num_kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.head_dim = sizes.head_dim
+        query_size, key_size = (n * sizes.head_dim for n in (sizes.num_attention_heads, sizes.num_key_value_heads))
+        self.q_proj = nn.Linear(input_size, query_size, bias=False)
+        self.k_proj = nn.Linear(input_size, key_size, bias=False)
+        self.v_proj = nn.Linear(input_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, sizes.hidden_size, bias=False)
 
     def forward(
         self, inputs: torch.Tensor, rotary: Rotary, attend: Attend, rows: torch.Tensor | None = None

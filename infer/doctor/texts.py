@@ -99,12 +99,6 @@ class Evidence:
             plan.append(torch.tensor(rows, dtype=torch.int64, device=self.logits.device))
         return plan
 
-    def logits_at(self, rows: torch.Tensor) -> torch.Tensor:
-        """The target's logits [Q, V] at packed rows [Q], each of which has some."""
-        places = torch.searchsorted(self.logit_rows, rows)
-        assert torch.equal(self.logit_rows[places], rows)
-        return self.logits[places]
-
     def text_of(self, rows: torch.Tensor) -> torch.Tensor:
         """[Q]: the number of the text that each packed row lies in."""
         starts = torch.tensor(self.starts, device=rows.device)

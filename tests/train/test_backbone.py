@@ -21,7 +21,7 @@ from heads.unroll import Batch
 from infer.adapter import ADAPTER_FOLDER, Adapter
 from infer.target import TargetModel
 from tests.toy_tokenizer import toy_tokenizer
-from tests.train.training_fixtures import NUM_LAYERS, tiny_recipe, tiny_target, write_chats
+from tests.train.training_fixtures import NUM_LAYERS, Stopped, tiny_recipe, tiny_target, write_chats
 from train.backbone import AdaptedBackbone
 from train.dataset import load_data
 from train.evaluation import decode_acceptance
@@ -29,20 +29,12 @@ from train.features import OnlineFeatures
 from train.tracking import read_metrics
 from train.trainer import Trainer, train
 
+pytestmark = pytest.mark.usefixtures("every_notice")
+
 pytest.importorskip("peft")
 
 STEPS = 12
 JOINT = BackboneConfig(lora_rank=4, warmup=0.5, lr_factor=1.0)
-
-
-class Stopped(BaseException):
-    """Stands for a kill: nothing in the trainer may catch it."""
-
-
-@pytest.fixture(autouse=True)
-def every_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests stop a run by its progress lines, so none may be left out."""
-    monkeypatch.setattr("train.trainer.NOTICE_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ from infer.request import Completion
 from infer.sampling import SamplingParams
 from infer.target import TargetModel
 from tests.head_families import VARIANTS
-from tests.train.training_fixtures import tiny_recipe, tiny_target, write_chats
+from tests.train.training_fixtures import Stopped, tiny_recipe, tiny_target, write_chats
 from train.dataset import TrainingData, load_data
 from train.evaluation import decode_acceptance, decoding_copy, simulate_rounds, teacher_forced
 from train.features import OnlineFeatures
@@ -47,6 +47,8 @@ from train.setup import make_head
 from train.tracking import read_metrics
 from train.trainer import train
 from train.unroll import Teacher, plan_rows, unrolled_loss
+
+pytestmark = pytest.mark.usefixtures("every_notice")
 
 DEPTH = 4
 
@@ -62,16 +64,6 @@ def target() -> TargetModel:
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl")
-
-
-@pytest.fixture(autouse=True)
-def every_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests follow a run by its progress lines, so none may be left out."""
-    monkeypatch.setattr("train.trainer.NOTICE_SECONDS", 0.0)
-
-
-class Stopped(BaseException):
-    """Stands for a kill: nothing in the trainer may catch it."""
 
 
 def recipe(chats: Path, variant: str, **changes: Any) -> RunConfig:

@@ -26,7 +26,7 @@ from infer.evaluate import evaluate, render_prompts
 from infer.prompts import load_prompts
 from infer.target import TargetModel
 from tests.infer.helpers import Folders, write_folders
-from tests.train.training_fixtures import tiny_recipe, write_chats
+from tests.train.training_fixtures import Stopped, tiny_recipe, write_chats
 from train import compare as compare_module
 from train import measures as measures_module
 from train.compare import Budget, CachedFeatures, _Pool, _PooledFeatures, read_recipes
@@ -212,10 +212,6 @@ def test_a_head_trained_further_is_measured_anew(place: Place) -> None:
         weights.write_bytes(content)
     assert figures(by_name(after)[head]) != figures(by_name(before)[head])
     assert figures(by_name(place.measure(head))[head]) == figures(by_name(before)[head])
-
-
-class Stopped(BaseException):
-    """Stands for a kill: nothing may catch it."""
 
 
 def interrupting(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:

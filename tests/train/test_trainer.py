@@ -24,11 +24,13 @@ from heads.checkpoint import load_head, read_card
 from heads.eagle3 import Eagle3Head
 from infer.evaluate import AcceptanceReport, Trace
 from infer.target import TargetModel
-from tests.train.training_fixtures import tiny_recipe, tiny_target, write_chats
+from tests.train.training_fixtures import Stopped, tiny_recipe, tiny_target, write_chats
 from train.dataset import VisitOrder, load_data
 from train.report import describe_run
 from train.tracking import read_metrics
 from train.trainer import train
+
+pytestmark = pytest.mark.usefixtures("every_notice")
 
 STEPS = 12
 
@@ -41,16 +43,6 @@ def target() -> TargetModel:
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl")
-
-
-@pytest.fixture(autouse=True)
-def every_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests follow a run by its progress lines, so none may be left out."""
-    monkeypatch.setattr("train.trainer.NOTICE_SECONDS", 0.0)
-
-
-class Stopped(BaseException):
-    """Stands for a kill: nothing in the trainer may catch it."""
 
 
 def report_of(accepted_length: int) -> AcceptanceReport:

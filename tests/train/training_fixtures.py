@@ -25,6 +25,10 @@ WORDS = ("red", "blue", "green", "fish", "bird", "tree", "stone", "river")
 NUM_LAYERS = 4
 
 
+class Stopped(BaseException):
+    """Stands for a kill: nothing in the trainer may catch it."""
+
+
 def tiny_target(**overrides: Any) -> TargetModel:
     tokenizer = toy_tokenizer()
     model = make_tiny_model("llama", vocab_size=264, num_hidden_layers=NUM_LAYERS, **overrides)
