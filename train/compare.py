@@ -36,7 +36,7 @@ from infer.engine import Engine
 from infer.evaluate import DEFINITION, EvalPrompt
 from infer.machine import dtype_name, machine_facts
 from infer.target import TargetModel
-from train.dataset import TrainingData, load_data
+from train.corpus.dataset import TrainingData, load_data
 from train.features import CachedFeatures, OnlineFeatures, RowFeatures, rows_hash
 from train.measures import (
     ANY_RULE,

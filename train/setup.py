@@ -17,7 +17,7 @@ from infer.adapter import Adapter
 from infer.chat import tokenizer_hash
 from infer.target import DTYPES, TargetModel
 from train.backbone import AdaptedBackbone
-from train.dataset import TrainingData
+from train.corpus.dataset import TrainingData
 from train.features import rows_hash
 
 

@@ -34,15 +34,15 @@ from infer.chat import Rendered
 from infer.evaluate import AcceptanceReport
 from infer.machine import dtype_name
 from infer.target import TargetModel
-from train.dataset import TrainingData, VisitOrder, load_data, source_of
+from train.corpus.dataset import TrainingData, VisitOrder, load_data, source_of
 from train.evaluation import decode_acceptance, decode_speed, teacher_forced
 from train.features import CachedFeatures, FeatureSource, OnlineFeatures, rows_hash
-from train.report import plot_run
+from train.reports.report import plot_run
+from train.reports.tracking import MetricsFile, NoTracker, Tracker, open_tracker
 from train.run_state import Best, RunState
 from train.schedule import Progress, fraction_done, is_due, learning_rate, num_unrolled
 from train.setup import compute_dtype, label_coverage, load_target, make_backbone, make_head
 from train.stop import StopRequest
-from train.tracking import MetricsFile, NoTracker, Tracker, open_tracker
 from train.unroll import StepFigures, Teacher, plan_rows, unrolled_loss
 
 EVALUATED_DEPTHS = 5

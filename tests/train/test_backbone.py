@@ -23,10 +23,10 @@ from infer.target import TargetModel
 from tests.toy_tokenizer import toy_tokenizer
 from tests.train.training_fixtures import NUM_LAYERS, Stopped, tiny_recipe, tiny_target, write_chats
 from train.backbone import AdaptedBackbone
-from train.dataset import load_data
+from train.corpus.dataset import load_data
 from train.evaluation import decode_acceptance
 from train.features import OnlineFeatures
-from train.tracking import read_metrics
+from train.reports.tracking import read_metrics
 from train.trainer import Trainer, train
 
 pytestmark = pytest.mark.usefixtures("every_notice")

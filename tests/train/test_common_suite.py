@@ -40,11 +40,11 @@ from infer.sampling import SamplingParams
 from infer.target import TargetModel
 from tests.head_families import VARIANTS
 from tests.train.training_fixtures import Stopped, tiny_recipe, tiny_target, write_chats
-from train.dataset import TrainingData, load_data
+from train.corpus.dataset import TrainingData, load_data
 from train.evaluation import decode_acceptance, decoding_copy, simulate_rounds, teacher_forced
 from train.features import OnlineFeatures
+from train.reports.tracking import read_metrics
 from train.setup import make_head
-from train.tracking import read_metrics
 from train.trainer import train
 from train.unroll import Teacher, plan_rows, unrolled_loss
 

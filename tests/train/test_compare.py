@@ -30,7 +30,7 @@ from tests.train.training_fixtures import Stopped, tiny_recipe, write_chats
 from train import compare as compare_module
 from train import measures as measures_module
 from train.compare import Budget, CachedFeatures, _Pool, _PooledFeatures, read_recipes
-from train.dataset import load_data
+from train.corpus.dataset import load_data
 from train.features import OnlineFeatures
 
 MEASURED = ["--temperatures", "0", "1", "--rules", "match", "block", "traversal", "--chain", "3", "--nodes", "6"]

@@ -25,9 +25,9 @@ from heads.eagle3 import Eagle3Head
 from infer.evaluate import AcceptanceReport, Trace
 from infer.target import TargetModel
 from tests.train.training_fixtures import Stopped, tiny_recipe, tiny_target, write_chats
-from train.dataset import VisitOrder, load_data
-from train.report import describe_run
-from train.tracking import read_metrics
+from train.corpus.dataset import VisitOrder, load_data
+from train.reports.report import describe_run
+from train.reports.tracking import read_metrics
 from train.trainer import train
 
 pytestmark = pytest.mark.usefixtures("every_notice")

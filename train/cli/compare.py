@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
     from infer.evaluate import render_prompts
     from train.compare import compare, contenders_of, read_recipes
-    from train.conversations import check_source
+    from train.corpus.conversations import check_source
     from train.measures import Measures
 
     if args.plot is not None:

@@ -11,7 +11,7 @@ from infer.cli.common import output_file
 
 if TYPE_CHECKING:
     from infer.chat import Rendered
-    from train.conversations import Conversation
+    from train.corpus.conversations import Conversation
 
 HELP = "look at a data file: rows kept and dropped, and which tokens are trained on"
 EXAMPLE = "headstart data inspect data/smollm2.jsonl --target models/smollm2-135m"
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from infer.chat import template_hash, tokenizer_hash
     from infer.cli.common import write_json
     from infer.target import refuse_missing
-    from train.conversations import (
+    from train.corpus.conversations import (
         LoadReport,
         TrainingRow,
         check_mask,

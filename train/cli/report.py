@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from infer.cli.common import write_json
-    from train.report import SUMMARY_FILE, describe_run, plot_run
+    from train.reports.report import SUMMARY_FILE, describe_run, plot_run
 
     print(describe_run(args.run))
     picture = plot_run(args.run)

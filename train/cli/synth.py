@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from infer.cli.common import output_file
 
 if TYPE_CHECKING:
-    from train.conversations import Conversation
-    from train.synth import SynthesisReport, Synthesizer
+    from train.corpus.conversations import Conversation
+    from train.corpus.synth import SynthesisReport, Synthesizer
 
 HELP = "let the target write its own training conversations (or answer the requests of a file anew)"
 EXAMPLE = "headstart synth --target models/smollm2-135m --out data/smollm2.jsonl --num 1000"
@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     from infer.cli.common import write_json
     from infer.engine import Engine
     from infer.target import TargetModel
-    from train.conversations import load_conversations
-    from train.synth import SynthesisConfig, Synthesizer
+    from train.corpus.conversations import load_conversations
+    from train.corpus.synth import SynthesisConfig, Synthesizer
 
     requests = None
     if args.requests:

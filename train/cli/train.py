@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from configs.loading import load_config
     from infer.cli.common import quiet_loading, write_json
-    from train.conversations import check_source
-    from train.report import describe_run
+    from train.corpus.conversations import check_source
+    from train.reports.report import describe_run
     from train.trainer import train
 
     config = load_config(args.recipe, args.overrides)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from configs.schema import TrackingConfig
-from train.tracking import MetricsFile, NoTracker, WandbTracker, open_tracker, read_metrics
+from train.reports.tracking import MetricsFile, NoTracker, WandbTracker, open_tracker, read_metrics
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.tracking import METRICS_FILE, read_metrics
+from train.reports.tracking import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

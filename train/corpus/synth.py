@@ -22,8 +22,8 @@ from typing import Any, Protocol
 from infer.chat import end_of_user_turn_id, render_prompt, special_ids, tokenizer_hash, user_turn_prefix
 from infer.prompts import load_prompts, text_hash, user_texts
 from infer.sampling import SamplingParams
-from train.conversations import Conversation
-from train.text_filters import NearDuplicates, first_repetition, prompt_fault, repeated_share
+from train.corpus.conversations import Conversation
+from train.corpus.filters import NearDuplicates, first_repetition, prompt_fault, repeated_share
 
 OPENINGS: dict[str, tuple[str, ...]] = {
     "code": (

@@ -18,7 +18,7 @@ import torch
 from configs.schema import DataConfig
 from infer.chat import Rendered, render_prompt
 from infer.evaluate import EvalPrompt
-from train.conversations import (
+from train.corpus.conversations import (
     CUT,
     Conversation,
     LoadReport,
@@ -29,7 +29,7 @@ from train.conversations import (
     split_holdout,
     tokenize_conversations,
 )
-from train.text_filters import repeated_share
+from train.corpus.filters import repeated_share
 
 UNKNOWN_DOMAIN = "other"
 

@@ -15,9 +15,9 @@ from infer.chat import end_of_user_turn_id, user_turn_prefix
 from infer.prompts import load_prompts
 from infer.sampling import SamplingParams
 from tests.toy_tokenizer import toy_tokenizer
-from train.conversations import Conversation, load_conversations, tokenize_conversations
-from train.synth import SynthesisConfig, Synthesizer
-from train.text_filters import NearDuplicates, first_repetition, prompt_fault, repeated_share
+from train.corpus.conversations import Conversation, load_conversations, tokenize_conversations
+from train.corpus.filters import NearDuplicates, first_repetition, prompt_fault, repeated_share
+from train.corpus.synth import SynthesisConfig, Synthesizer
 
 NOUNS = (
     "river",
@@ -141,7 +141,7 @@ def test_settings_are_there_before_the_first_line(tmp_path: Path, monkeypatch: p
         replaced.append(Path(source).rename(target))
 
     with monkeypatch.context() as patch:
-        patch.setattr("train.synth.os.replace", die_at_the_second)
+        patch.setattr("train.corpus.synth.os.replace", die_at_the_second)
         with pytest.raises(KeyboardInterrupt):
             synthesize(out)
     assert out.stat().st_size

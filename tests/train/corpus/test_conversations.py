@@ -14,7 +14,7 @@ from infer.chat import Rendered, render_training
 from infer.prompts import load_prompts
 from tests.toy_tokenizer import CHATML, toy_tokenizer
 from train.cli import data
-from train.conversations import (
+from train.corpus.conversations import (
     Conversation,
     LoadReport,
     TrainingRow,
