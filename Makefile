@@ -25,7 +25,7 @@ demo: $(STAMP)  ## fetch, synthesise, train, measure and sample: minutes on a la
 	$(BIN)/headstart demo
 
 test: $(STAMP) $(MODEL)/fetched.json  ## the quick tests (fetches the model once)
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
 
 test-all: $(STAMP) $(MODEL)/fetched.json  ## every test
 	$(BIN)/python -m pytest -q

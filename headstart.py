@@ -59,7 +59,10 @@ class _Command(NamedTuple):
 _COMMANDS = {
     "fetch": _Command("infer.cli.fetch", "obtain a small real target model"),
     "synth": _Command("train.cli.synth", "let the target write conversations to train on"),
+    "regenerate": _Command("train.cli.regenerate", "let the target answer your conversations anew"),
     "data": _Command("train.cli.data", "inspect and check training data"),
+    "features": _Command("train.cli.features", "compute and keep the target's states for a recipe's text"),
+    "plan": _Command("train.cli.plan", "what a training run will take, before it is started"),
     "train": _Command("train.cli.train", "train a draft head for a target"),
     "eval": _Command("infer.cli.eval", "measure acceptance on held-out prompts"),
     "generate": _Command("infer.cli.generate", "complete prompts with a target and a head"),
@@ -109,6 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
+    if arguments and arguments[0].startswith(
+        "--local_rank="
+    ):  # some launchers put it first; the environment says it too
+        arguments = arguments[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0

@@ -4,8 +4,9 @@
 
 One script for a machine with nothing but torch, transformers, safetensors and numpy; run it from the source tree,
 no installation needed. In turn: attention against a float64 reference, token equality of every kind of draft in
-float32 and bfloat16, decoding speed, and step times of random layers in the shape of an 8B model. One table at the
-end; exit status 1 if a check failed. A part that cannot run says why, and the rest goes on. `--minutes` bounds the
+float32 and bfloat16, targets spread over device, memory and disk (with accelerate) or quantised (with bitsandbytes),
+decoding speed, and step times of random layers in the shape of an 8B model. One table at the end; exit status 1 if a
+check failed. A part that cannot run says why, and the rest goes on. `--minutes` bounds the
 whole; what is left undone is listed.
 
 Limits: times are medians of synchronised wall clocks of this eager engine, in one process. Where the folder of
@@ -25,6 +26,7 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,7 +65,8 @@ PARTS = {
     "float32": 0.45,
     "bfloat16": 0.6,
     "bitwise": 0.7,
-    "speed": 0.88,
+    "placement": 0.78,
+    "speed": 0.9,
     "layers": 1.0,
 }
 """The parts in the order in which they run, and the share of the minutes by which each stops."""
@@ -77,6 +80,8 @@ ATTENTION_TOLERANCE = {
     (torch.bfloat16, False): 1e-2,
     (torch.bfloat16, True): 3e-2,
 }
+PLACED_TOLERANCE = {"spread by a map": 1e-4, "int8": 0.15, "int4": 0.4}
+"""Relative error of a target's last states against the whole one's: rounding of sums, or of weights."""
 PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
@@ -643,6 +648,63 @@ def check_bitwise(session: Session) -> None:
     )
 
 
+def check_placement(session: Session) -> None:
+    """A target spread over device, CPU memory and disk is the whole one; quantised ones decode exactly what they say
+    themselves, and their states are near the whole one's."""
+    if session.random_target:
+        raise CannotRun("needs a target on disk, not a random one")
+    whole = session.target("float32")
+    prompts = session.prompts(whole)[: session.sizes.num_single_prompts]
+    expected = torch.cat([one.last for one in whole.features(prompts, [])])
+    texts = _token_ids(Engine(whole), prompts, _params(prompts, 0.0, session.sizes.max_tokens))
+    fingerprint, places = whole.fingerprint, spread_map(whole, session.device)
+    with tempfile.TemporaryDirectory() as folder:
+        settings: dict[str, dict[str, Any]] = {
+            "spread by a map": {"device_map": places, "offload_folder": folder},
+            "int8": {"quantization": "int8", "device": str(session.device)},
+            "int4": {"quantization": "int4", "device": str(session.device)},
+        }
+        for name, how in settings.items():
+            try:
+                target = TargetModel.load(session.target_path, dtype="float32", **how)
+            except ValueError as error:
+                session.skip(f"placement, {name}", _first_line(error))
+                continue
+            _check_placed(session, target, name, prompts, expected)
+            if "device_map" in how:
+                found = _token_ids(Engine(target), prompts, _params(prompts, 0.0, session.sizes.max_tokens))
+                same = sum(one == other for one, other in zip(found, texts, strict=True))
+                session.check(f"{name}: the whole target's tokens", same == len(texts), f"{same}/{len(texts)} answers")
+                session.check(f"{name}: its fingerprint", target.fingerprint == fingerprint, target.fingerprint)
+
+
+def _check_placed(
+    session: Session, target: TargetModel, name: str, prompts: Sequence[Sequence[int]], expected: torch.Tensor
+) -> None:
+    states = torch.cat([one.last for one in target.features(prompts, [])]).to(expected.device)
+    error = float((states - expected).norm() / expected.norm())
+    session.check(f"{name}: states", error < PLACED_TOLERANCE[name], f"relative error {error:.2g}")
+    params = _params(prompts, 0.0, session.sizes.max_tokens)
+    plain = _token_ids(Engine(target), prompts, params)
+    by_prompt = {tuple(prompt): answer for prompt, answer in zip(prompts, plain, strict=True)}
+    drafted = _token_ids(Engine(target, ScriptedDrafter(half_right(by_prompt, target.vocab_size))), prompts, params)
+    same = sum(one == other for one, other in zip(drafted, plain, strict=True))
+    # Products of quantised weights are rounded as those of half precision are, so near ties may fall otherwise.
+    least = len(plain) if name not in ("int8", "int4") else 1
+    session.check(f"{name}: drafted as plain", same >= least, f"{same}/{len(plain)} answers identical")
+
+
+def spread_map(target: TargetModel, device: torch.device) -> dict[str, str]:
+    """A third of the layers on `device`, with all that is not a layer; a third in CPU memory; the rest on disk."""
+    prefix = target.model.base_model_prefix
+    stack = next(name for name, child in target.decoder.named_children() if isinstance(child, torch.nn.ModuleList))
+    others = [f"{prefix}.{name}" for name, _ in target.decoder.named_children() if name != stack]
+    ends = [name for name, _ in target.model.named_children() if name != prefix]
+    thirds = [(str(device), "cpu", "disk")[3 * index // target.num_layers] for index in range(target.num_layers)]
+    layers = {f"{prefix}.{stack}.{index}": place for index, place in enumerate(thirds)}
+    return {**dict.fromkeys([*others, *ends], str(device)), **layers}
+
+
 def _params(prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int) -> list[SamplingParams]:
     return [
         SamplingParams(temperature=temperature, seed=100 + index, max_tokens=max_tokens, ignore_eos=True)
@@ -840,6 +902,7 @@ def run_parts(session: Session, parts: Sequence[str]) -> None:
         "float32": lambda session: check_tokens(session, "float32"),
         "bfloat16": lambda session: check_tokens(session, "bfloat16"),
         "bitwise": check_bitwise,
+        "placement": check_placement,
         "speed": measure_speed,
         "layers": measure_layers,
     }

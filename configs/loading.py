@@ -25,7 +25,18 @@ from configs.schema import RunConfig
 
 __all__ = ["dump_config", "load_config", "parse_config", "recipe_names", "recipe_path", "write_config"]
 
-_PATH_FIELDS = frozenset({"target.model", "data.train", "data.eval"})
+_PATH_FIELDS = frozenset(
+    {
+        "target.model",
+        "target.adapter",
+        "target.features",
+        "data.train",
+        "data.eval",
+        "data.decontaminate",
+        "head.init_from",
+        "deepspeed.config",
+    }
+)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -18,6 +18,7 @@ from typing import Literal
 __all__ = [
     "BackboneConfig",
     "DataConfig",
+    "DeepSpeedConfig",
     "EvalConfig",
     "HeadSettings",
     "OptimConfig",
@@ -28,6 +29,11 @@ __all__ = [
 ]
 
 DTypeName = Literal["auto", "bfloat16", "float32"]
+ComputeDType = Literal["auto", "bfloat16", "float16", "float32"]
+Quantization = Literal["int8", "int4"]
+FeatureDType = Literal["target", "bfloat16", "int8"]
+TeacherLaw = Literal["full", "draft"]
+StepWeighting = Literal["decay", "dpace"]
 HeadType = Literal["eagle3", "eagle1", "medusa", "hydra", "early_exit"]
 HeadInit = Literal["target", "random"]
 BackboneObjective = Literal["kl", "ce"]
@@ -69,11 +75,39 @@ class TargetConfig:
     """Precision of the target; `auto` is bfloat16 where the device computes it quickly, else float32."""
     device: str = "auto"
     """`auto` (a GPU if there is one, else the CPU), `cpu`, `mps`, `cuda` or `cuda:N`."""
+    adapter: str | None = None
+    """Folder of a LoRA adapter (peft's form) that is merged into the model when it is loaded; null for none."""
+    quantization: Quantization | None = None
+    """Load the weights in int8 or int4 through bitsandbytes (needs a GPU); null for none."""
+    device_map: str | None = None
+    """How a model too large for one device is spread by accelerate: `auto`, `balanced` or `sequential`; null for one
+    device."""
+    sharded: bool = False
+    """Several processes: each keeps a part of the target; its layers are gathered when they run (one: whole)."""
+    features: str | None = None
+    """Folder written by `headstart features`, to train on without loading the target at all; null to load it."""
 
     def __post_init__(self) -> None:
         _require_text("target.model", self.model, "a model folder or a model name")
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise ValueError(f"target.device is {self.device!r}; use auto, cpu, mps, cuda or cuda:N")
+        for name in ("adapter", "features", "device_map"):
+            value = getattr(self, name)
+            if value is not None:
+                _require_text(f"target.{name}", value, "a value, or null")
+        if self.device_map is not None and self.device != "auto":
+            raise ValueError(
+                f"target.device is {self.device!r} and target.device_map {self.device_map!r}; a map places the model "
+                "itself, so leave target.device at auto"
+            )
+        ways = [name for name in ("quantization", "device_map", "features") if getattr(self, name) is not None] + (
+            ["sharded"] if self.sharded else []
+        )
+        if ("features" in ways and len(ways) > 1) or ("sharded" in ways and len(ways) > 1):
+            raise ValueError(
+                f"target.{' and target.'.join(ways)} are different ways to do without room for the whole target: "
+                "keep one of them"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +130,18 @@ class DataConfig:
     """Rows with fewer tokens under the loss are dropped, and counted."""
     max_repeat_fraction: float = 0.3
     """Rows with a larger share of positions in a repeated 8-gram are dropped: loops teach looping."""
+    weights: tuple[float, ...] | None = None
+    """Shares of the visits that each file of `train` gets, in their order; null to visit all rows alike."""
+    raw: bool = False
+    """No chat template: contents are plain text, all of it trained on (base models)."""
+    decontaminate: tuple[str, ...] = ()
+    """Files of prompts that must not be trained on, besides the shipped evaluation prompts."""
+    streaming: bool = False
+    """Read the data as they come instead of holding them all; needs a budget in steps or minutes."""
+    shuffle_block: int = 1000
+    """Streaming: rows that are shuffled among each other."""
+    scan_rows: int = 2000
+    """Streaming: rows read first, for the draft vocabulary and the held-out prompts."""
 
     def __post_init__(self) -> None:
         if not self.train:
@@ -116,6 +162,18 @@ class DataConfig:
         _require_at_least("data.max_conversations", self.max_conversations, 2)
         _require_at_least("data.min_label_tokens", self.min_label_tokens, 1)
         _require_between("data.max_repeat_fraction", self.max_repeat_fraction, 0.0, 1.0)
+        if self.weights is not None:
+            if len(self.weights) != len(self.train):
+                raise ValueError(
+                    f"data.weights has {len(self.weights)} entries for {len(self.train)} files of data.train; "
+                    "give one for each"
+                )
+            for weight in self.weights:
+                _require_positive("data.weights", weight)
+        _require_at_least("data.shuffle_block", self.shuffle_block, 1)
+        _require_at_least("data.scan_rows", self.scan_rows, 1)
+        if self.streaming and self.max_conversations is not None:
+            raise ValueError("data.max_conversations does not go with data.streaming; bound the run by train.steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +190,11 @@ class HeadSettings:
     """`target` copies attention and MLP of the target's last layer where shapes allow; `random` does not."""
     init_from: str | None = None
     """Folder of a trained head to start from (its target must be the same, its vocabulary and taps are taken over)."""
+    lora_rank: int | None = None
+    """Train a LoRA adapter of this rank on the head in `init_from`, whose own weights stay; null to train the head.
+    The target may then be a fine-tuned relative of the head's own."""
+    lora_alpha: int | None = None
+    """Scale of that adapter, which is alpha / rank; null for alpha = rank."""
 
     # Settings of some types alone; null is the type's own default.
     num_heads: int | None = None
@@ -155,6 +218,12 @@ class HeadSettings:
 
     def __post_init__(self) -> None:
         _require_at_least("head.draft_vocab_size", self.draft_vocab_size, 16)
+        _require_at_least("head.lora_rank", self.lora_rank, 1)
+        _require_at_least("head.lora_alpha", self.lora_alpha, 1)
+        if self.lora_rank is not None and self.init_from is None:
+            raise ValueError("head.lora_rank is given without head.init_from: name the trained head to adapt")
+        if self.lora_alpha is not None and self.lora_rank is None:
+            raise ValueError("head.lora_alpha is given, but head.lora_rank is null, so there is no adapter")
         _require_at_least("head.num_heads", self.num_heads, 1)
         _require_at_least("head.num_layers", self.num_layers, 1)
         _require_at_least("head.feature_loss", self.feature_loss, 0.0)
@@ -220,9 +289,10 @@ class OptimConfig:
     grad_clip: float | None = 1.0
     """Largest gradient norm; null for no clipping."""
     batch_size: int = 2
-    """Conversations in one forward and backward pass."""
+    """Conversations in one forward and backward pass of a process."""
     accumulation: int = 1
-    """Passes summed into one step, weighted by their valid labels."""
+    """Passes summed into one step, weighted by their valid labels. A step sees batch_size x accumulation conversations
+    however many processes share them."""
 
     def __post_init__(self) -> None:
         _require_positive("optim.lr", self.lr)
@@ -236,6 +306,40 @@ class OptimConfig:
             _require_positive("optim.grad_clip", self.grad_clip)
         _require_at_least("optim.batch_size", self.batch_size, 1)
         _require_at_least("optim.accumulation", self.accumulation, 1)
+
+    @property
+    def conversations_per_step(self) -> int:
+        """Whatever the number of processes."""
+        return self.batch_size * self.accumulation
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedConfig:
+    """Training through DeepSpeed, on one process or many. Without it several processes train data-parallel too.
+
+    A run can be resumed with another of these settings, or without: checkpoints hold the whole state in one form.
+    """
+
+    stage: int | None = None
+    """ZeRO stage, 0 to 3: what is shared out among the processes (1: optimiser state, 2: gradients too, 3: weights
+    too); null for no DeepSpeed."""
+    offload_optimizer: bool = False
+    """Keep the optimiser's state in CPU memory."""
+    offload_parameters: bool = False
+    """Keep the head's weights in CPU memory between uses (stage 3)."""
+    config: str | None = None
+    """JSON file with further DeepSpeed settings; one that the recipe decides is refused."""
+
+    def __post_init__(self) -> None:
+        if self.stage is not None:
+            _require_between("deepspeed.stage", self.stage, 0, 3)
+        given = [name for name in ("offload_optimizer", "offload_parameters", "config") if getattr(self, name)]
+        if given and self.stage is None:
+            raise ValueError(f"deepspeed.{given[0]} is given, but deepspeed.stage is null, so DeepSpeed is not used")
+        if self.offload_parameters and self.stage != 3:
+            raise ValueError(f"deepspeed.offload_parameters needs stage 3, deepspeed.stage is {self.stage}")
+        if self.offload_optimizer and self.stage == 0:
+            raise ValueError("deepspeed.offload_optimizer needs stage 1, 2 or 3, deepspeed.stage is 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,14 +365,24 @@ class TrainSettings:
     """Share of the budget trained with a single step before the unrolling begins (0: unroll at once)."""
     step_decay: float = 0.8
     """Weight of each further unrolled step against the one before it."""
+    step_weights: tuple[float, ...] | None = None
+    """Weight of each unrolled step, instead of `step_decay`; one for each of them."""
+    step_weighting: StepWeighting = "decay"
+    """decay: fixed weights; dpace: each row's by how likely its earlier drafts are, to be accepted as far (D-PACE)."""
+    teacher: TeacherLaw = "full"
+    """The law that the head learns: the target's over its whole vocabulary, seen at the draft vocabulary's tokens, or
+    (draft) renormalised over these, which needs no product with the whole LM head."""
     ttt_keep: float = 1.0
     """Share of the rows that go on from one unrolled step to the next, drawn at random; below 1 steps cost less."""
-    dtype: DTypeName = "auto"
+    dtype: ComputeDType = "auto"
     """Precision of the head's matmuls under autocast; its weights and the loss stay in float32."""
     feature_cache: bool = True
-    """Keep the target's features in a file beside the runs after their first use, within `feature_cache_gb`."""
+    """Keep the target's features in a folder beside the runs after their first use, within `feature_cache_gb`."""
     feature_cache_gb: float = 8.0
     """Budget of the feature cache in GB (1e9 bytes); rows beyond it are computed again at every visit."""
+    feature_dtype: FeatureDType = "target"
+    """What features are kept in: the target's own dtype, bfloat16, or int8 with a scale for every 64 numbers (and what
+    teaches the head in bfloat16)."""
     log_every: int = 10
     num_evaluations: int = 6
     """Evaluations of held-out acceptance, spread evenly over the budget; the last one is at its end."""
@@ -280,6 +394,8 @@ class TrainSettings:
     """Steps between checkpoints of the whole trainer state (also written after each evaluation); null for none."""
     save_minutes: float | None = 5.0
     """Minutes of training between checkpoints; null for none."""
+    keep_checkpoints: int = 1
+    """Earlier checkpoints kept besides the last and the best one, to go on from if the last should be damaged."""
 
     def __post_init__(self) -> None:
         if self.minutes is None and self.steps is None and self.epochs is None:
@@ -300,6 +416,11 @@ class TrainSettings:
         _require_at_least("train.eval_every", self.eval_every, 1)
         _require_at_least("train.save_every", self.save_every, 1)
         _require_at_least("train.patience", self.patience, 1)
+        _require_at_least("train.keep_checkpoints", self.keep_checkpoints, 0)
+        for weight in self.step_weights or ():
+            _require_at_least("train.step_weights", weight, 0.0)
+        if self.step_weights is not None and not any(self.step_weights):
+            raise ValueError(f"train.step_weights is {list(self.step_weights)}; at least one must be above 0")
         _require_at_least("train.num_evaluations", self.num_evaluations, 1)
         if self.save_minutes is not None:
             _require_positive("train.save_minutes", self.save_minutes)
@@ -313,6 +434,8 @@ class EvalConfig:
     """Held-out prompts decoded at each evaluation."""
     max_tokens: int = 64
     """Tokens generated for each of them."""
+    samples: int = 3
+    """Of these answers, how many are kept with the accepted tokens marked."""
     temperatures: tuple[float, ...] = (0.0,)
     """Every temperature is measured; the first one chooses the best checkpoint."""
     seed: int = 0
@@ -320,6 +443,7 @@ class EvalConfig:
     def __post_init__(self) -> None:
         _require_at_least("eval.prompts", self.prompts, 1)
         _require_at_least("eval.max_tokens", self.max_tokens, 2)
+        _require_at_least("eval.samples", self.samples, 0)
         if not self.temperatures:
             raise ValueError("eval.temperatures is empty; give at least one, such as 0.0")
         for temperature in self.temperatures:
@@ -340,6 +464,8 @@ class TrackingConfig:
     entity: str | None = None
     group: str | None = None
     tags: tuple[str, ...] = ()
+    artifact: bool = True
+    """Log the best head with its card as an artifact when the run ends (online and offline)."""
 
     def __post_init__(self) -> None:
         _require_text("tracking.project", self.project, "a project name")
@@ -356,6 +482,7 @@ class RunConfig:
     head: HeadSettings = field(default_factory=HeadSettings)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     train: TrainSettings
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -365,6 +492,19 @@ class RunConfig:
             raise ValueError(
                 f"name is {self.name!r}; it names a folder, so use letters, digits, '.', '_' and '-', "
                 "beginning with a letter or digit"
+            )
+        if self.data.streaming and self.train.epochs is not None and self.train.steps is None:
+            raise ValueError(
+                "train.epochs is unknown for streamed data (data.streaming): set train.steps or train.minutes"
+            )
+        if self.backbone.lora_rank is not None and self.deepspeed.stage is not None:
+            raise ValueError(
+                "backbone.lora_rank and deepspeed.stage are both given: training the target too goes without DeepSpeed"
+            )
+        if self.backbone.lora_rank is not None and self.head.lora_rank is not None:
+            raise ValueError(
+                "head.lora_rank and backbone.lora_rank are both given: adapt the head to a target as it is, or train "
+                "the target along with a whole head"
             )
         if self.backbone.lora_rank is not None and self.head.type not in JOINT_TYPES:
             raise ValueError(

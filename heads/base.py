@@ -192,6 +192,13 @@ class DraftHead(nn.Module, ABC):
         self._lent = TargetWeights(embedding=weights.embedding.detach(), lm_head=weights.lm_head.detach())
         return self
 
+    def twin(self) -> Self:
+        """A copy apart from whatever trains this one: equal weights in tensors of its own, nothing else of it."""
+        made = type(self)(self.config, self.vocabulary)
+        made.load_state_dict(self.state_dict())
+        made.to(self.device)
+        return made if self._lent is None else made.bind(self._lent)
+
     @property
     def lent(self) -> TargetWeights:
         if self._lent is None:
@@ -219,10 +226,10 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def unroll(
-        self, batch: Batch, plan: Sequence[torch.Tensor], generator: torch.Generator | None = None
+        self, batch: Batch, plan: Sequence[torch.Tensor], generators: Sequence[torch.Generator] | None = None
     ) -> Iterator[UnrolledStep]:
-        """What the head answers at the planned rows [Q] of each step, over the text's true tokens. `generator`: for
-        what is random in training."""
+        """What the head answers at the planned rows [Q] of each step, over the text's true tokens. `generators`: one
+        for each sequence of the batch, for what is random in training."""
 
     def _names_of(self, tensors: Sequence[torch.Tensor]) -> list[str]:
         return [name for name, parameter in self.named_parameters() if any(parameter is one for one in tensors)]
@@ -258,20 +265,20 @@ class RecurrentHead(DraftHead):
         give their keys and values, as a prompt does. `attend` then gets the queries of `rows` alone.
         """
 
-    def training_taps(self, taps: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-        """The taps as training sees them: a place for noise."""
-        return taps
+    def training_taps(self, batch: Batch, generators: Sequence[torch.Generator] | None) -> torch.Tensor:
+        """The batch's taps as training sees them: a place for noise, each sequence's from its own generator."""
+        return batch.taps
 
     def auxiliary_loss(self, states: torch.Tensor, batch: Batch, rows: torch.Tensor, step: int) -> torch.Tensor | None:
-        """A loss beside the distillation, summed over `rows`, whose new states are `states` [Q, H]."""
+        """A loss beside the distillation [Q] of `rows`, whose new states are `states` [Q, H]."""
         return None
 
     def unroll(
-        self, batch: Batch, plan: Sequence[torch.Tensor], generator: torch.Generator | None = None
+        self, batch: Batch, plan: Sequence[torch.Tensor], generators: Sequence[torch.Generator] | None = None
     ) -> Iterator[UnrolledStep]:
         positions = batch.positions
         attention = UnrolledAttention(batch.lengths, plan[0])
-        states = self.fuse(self.training_taps(batch.taps, generator))
+        states = self.fuse(self.training_taps(batch, generators))
         for step, rows in enumerate(plan):
             if step == 0:
                 states = self(batch.following, states, positions, attention, rows=rows)
@@ -311,7 +318,7 @@ class PathHead(DraftHead):
         the way to each node, the root's own first [F, depth + 1]."""
 
     def unroll(
-        self, batch: Batch, plan: Sequence[torch.Tensor], generator: torch.Generator | None = None
+        self, batch: Batch, plan: Sequence[torch.Tensor], generators: Sequence[torch.Generator] | None = None
     ) -> Iterator[UnrolledStep]:
         attention = UnrolledAttention(batch.lengths, plan[0])
         roots = self.roots(batch.taps, batch.following, batch.positions, attention, rows=plan[0])

@@ -34,7 +34,11 @@ EMBEDDING_NAMES = ("embed_tokens.weight", "midlayer.embed_tokens.weight")
 
 @dataclass(frozen=True, kw_only=True)
 class TargetReference:
-    """Which target a head belongs to. The fingerprint is what is checked; the name is for people."""
+    """Which target a head belongs to. The fingerprint is what is checked; the names are for people.
+
+    tokenizer_hash: of its tokenizer, vocabulary_hash: of the tokens and their ids alone. adapter: the LoRA adapter that
+    is merged into the target; base_fingerprint: of the target without it. quantization: of its weights.
+    """
 
     name: str
     fingerprint: str
@@ -42,6 +46,10 @@ class TargetReference:
     hidden_size: int
     vocab_size: int
     tokenizer_hash: str = ""
+    vocabulary_hash: str = ""
+    adapter: str = ""
+    base_fingerprint: str = ""
+    quantization: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", portable_name(self.name))
@@ -114,15 +122,19 @@ def save_head(
     *,
     dtype: torch.dtype | None = None,
     add_files: Callable[[Path], None] | None = None,
+    former: Path | None = None,
 ) -> Path:
-    """Write an augmented model folder in one atomic step; `add_files` may write more into it before it appears."""
+    """Write an augmented model folder in one atomic step; `add_files` may write more into it before it appears.
+
+    former: where a folder that it replaces goes, instead of being removed.
+    """
     folder = Path(folder)
     tensors = {name: _for_disk(tensor, dtype) for name, tensor in head.state_dict().items()}
     broken = [name for name, tensor in tensors.items() if tensor.numel() == 0 or not bool(torch.isfinite(tensor).all())]
     if broken:
         raise ValueError(f"refusing to save empty or non-finite tensors: {', '.join(broken)}")
     native = head.config.to_native() | {"torch_dtype": str(dtype or head.dtype).removeprefix("torch.")}
-    with staged_folder(folder) as staging:
+    with staged_folder(folder, former=former) as staging:
         save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
         (staging / CONFIG_FILE).write_text(json.dumps(native, indent=2) + "\n")
         (staging / CARD_FILE).write_text(json.dumps(card.to_dict(head), indent=2) + "\n")
@@ -132,8 +144,11 @@ def save_head(
 
 
 @contextmanager
-def staged_folder(folder: Path) -> Iterator[Path]:
-    """A new folder to write into. It takes the place of `folder` in one atomic step, or goes if the block fails."""
+def staged_folder(folder: Path, *, former: Path | None = None) -> Iterator[Path]:
+    """A new folder to write into. It takes the place of `folder` in one atomic step, or goes if the block fails.
+
+    former: where the folder that it replaces goes, instead of being removed.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     for stale in folder.parent.glob(f".{folder.name}.new-*"):  # of saves that were killed: a folder has one writer
         shutil.rmtree(stale, ignore_errors=True)
@@ -142,9 +157,21 @@ def staged_folder(folder: Path) -> Iterator[Path]:
     try:
         yield staging
         _sync_files(staging)
-        _replace_folder(staging, folder)
+        _replace_folder(staging, folder, former)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def staged_file(path: Path) -> Iterator[Path]:
+    """The same for a file: a name to write it under first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f".{path.name}.new")
+    try:
+        yield staging
+        staging.replace(path)
+    finally:
+        staging.unlink(missing_ok=True)
 
 
 def load_head(
@@ -157,6 +184,7 @@ def load_head(
     """Read a folder written by `save_head`; with the target's `weights` the head is ready to run."""
     folder = present_folder(Path(folder))
     card = read_card(folder)
+    refuse_headless(folder)
     native = read_json(folder / CONFIG_FILE)
     family = FAMILIES[family_of_config(native)]
     config = family.config.from_native(native, num_target_layers=card.target.num_layers)
@@ -169,6 +197,15 @@ def load_head(
     load_tensors(head, tensors, source=str(folder / WEIGHTS_FILE))
     head.to(device=device, dtype=dtype)
     return head if weights is None else head.bind(weights), card
+
+
+def refuse_headless(folder: Path) -> None:
+    """Refuse a folder with a card but without a head, such as a head's LoRA adapter."""
+    if not (folder / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"{folder} holds no head of its own (it has no {CONFIG_FILE}). If it is a head's LoRA adapter, make the "
+            f"head of it: headstart import {folder} --base BASE --out HEAD"
+        )
 
 
 def read_card(folder: Path | str) -> HeadCard:
@@ -185,9 +222,8 @@ def update_card(folder: Path | str, **changes: Mapping[str, Any]) -> HeadCard:
     folder = recover_folder(Path(folder))
     card = replace(read_card(folder), **changes)  # type: ignore[arg-type]
     values = json.loads((folder / CARD_FILE).read_text(encoding="utf-8"))
-    staging = folder / f".{CARD_FILE}.new"
-    staging.write_text(json.dumps({**values, **changes}, indent=2) + "\n", encoding="utf-8")
-    staging.replace(folder / CARD_FILE)
+    with staged_file(folder / CARD_FILE) as staging:
+        staging.write_text(json.dumps({**values, **changes}, indent=2) + "\n", encoding="utf-8")
     return card
 
 
@@ -201,9 +237,51 @@ def check_target(card: HeadCard, *, fingerprint: str, name: str, hidden_size: in
         )
     if card.target.fingerprint != fingerprint:
         raise ValueError(
-            f"the head was trained on {card.target.name} ({card.target.fingerprint}), "
-            f"but {name} has other weights or another tokenizer ({fingerprint})"
+            f"the head was trained on {described(card.target)} ({card.target.fingerprint}), "
+            f"but {name} has other weights or another tokenizer ({fingerprint}){_remedy(card.target)}"
         )
+
+
+def check_relative(card: HeadCard, target: TargetReference) -> None:
+    """Whether a head can draft for `target`, another version of the one that it was trained on: the same sizes, and the
+    same tokens under the same ids. A fingerprint tells both: versions of one base need no further proof."""
+    own = card.target
+    if {own.fingerprint, own.base_fingerprint} & {target.fingerprint, target.base_fingerprint} - {""}:
+        return
+    sizes = {
+        "hidden size": (own.hidden_size, target.hidden_size),
+        "vocabulary": (own.vocab_size, target.vocab_size),
+        "number of layers": (own.num_layers, target.num_layers),
+    }
+    for what, (wanted, found) in sizes.items():
+        if wanted != found:
+            raise ValueError(
+                f"the head belongs to {described(own)} with {what} {wanted}, {target.name} has {found}: it is no other "
+                "version of the same model"
+            )
+    if own.vocabulary_hash and target.vocabulary_hash:
+        same = own.vocabulary_hash == target.vocabulary_hash
+    else:
+        same = own.tokenizer_hash == target.tokenizer_hash
+    if not same:
+        raise ValueError(
+            f"the head was trained with the tokenizer of {described(own)}, and that of {target.name} has other tokens "
+            "or other ids: its draft vocabulary would mean other words"
+        )
+
+
+def described(target: TargetReference) -> str:
+    """A target in words."""
+    name = f"{target.name} in {target.quantization}" if target.quantization else target.name
+    return f"{name} with adapter {target.adapter}" if target.adapter else name
+
+
+def _remedy(own: TargetReference) -> str:
+    if own.adapter:
+        return f": give its adapter {own.adapter} too (--adapter, target.adapter)"
+    if own.quantization:
+        return f": load the target in {own.quantization} too (--quantization, target.quantization)"
+    return ""
 
 
 def load_tensors(
@@ -252,13 +330,17 @@ def _previous(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.previous"
 
 
-def _replace_folder(staging: Path, folder: Path) -> None:
+def _replace_folder(staging: Path, folder: Path, former: Path | None) -> None:
     previous = _previous(folder)
     if folder.exists():
         shutil.rmtree(previous, ignore_errors=True)
         folder.rename(previous)
     staging.rename(folder)
     _sync(folder.parent)
+    if former is not None and previous.exists():
+        former.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(former, ignore_errors=True)
+        previous.rename(former)
     shutil.rmtree(previous, ignore_errors=True)
 
 

@@ -18,7 +18,7 @@ Shapes: ... any leading dimensions, R packed rows, Q rows of a step, H hidden, C
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
@@ -183,17 +183,19 @@ class Eagle1Head(RecurrentHead):
             raise RuntimeError("the head drafts with its target's LM head: call bind(target.weights) first")
         return states, self._lm_head
 
-    def training_taps(self, taps: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    def training_taps(self, batch: Batch, generators: Sequence[torch.Generator] | None) -> torch.Tensor:
         """The target's states with uniform noise, as if a draft step had made them."""
-        if generator is None or self.config.feature_noise == 0:
-            return taps
-        noise = torch.rand(taps.shape, generator=generator).mul_(2).sub_(1).mul_(self.config.feature_noise)
-        return taps + noise.to(taps)
+        if generators is None or self.config.feature_noise == 0:
+            return batch.taps
+        width = batch.taps.shape[-1]
+        chances = zip(batch.lengths, generators, strict=True)
+        noise = torch.cat([torch.rand(length, width, generator=generator) for length, generator in chances])
+        return batch.taps + noise.mul_(2).sub_(1).mul_(self.config.feature_noise).to(batch.taps)
 
     def auxiliary_loss(self, states: torch.Tensor, batch: Batch, rows: torch.Tensor, step: int) -> torch.Tensor | None:
-        """Smooth L1 distance to the target's states that predict the same tokens, averaged over the features."""
+        """[Q]: Smooth L1 distance to the target's states that predict the same tokens, averaged over the features."""
         if self.config.feature_loss == 0:
             return None
         wanted = batch.last[rows + 1 + step].float()
         distances = functional.smooth_l1_loss(states.float(), wanted, reduction="none").mean(dim=-1)  # [Q]
-        return self.config.feature_loss * distances.sum()
+        return self.config.feature_loss * distances

@@ -174,7 +174,7 @@ class EarlyExitHead(DraftHead):
         return self._names_of(filled)
 
     def unroll(
-        self, batch: Batch, plan: Sequence[torch.Tensor], generator: torch.Generator | None = None
+        self, batch: Batch, plan: Sequence[torch.Tensor], generators: Sequence[torch.Generator] | None = None
     ) -> Iterator[UnrolledStep]:
         for step, rows in enumerate(plan):
             inputs, weight = self.outputs(batch.taps[rows + 1 + step], step)

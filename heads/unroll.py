@@ -16,6 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
+
+QUERY_MULTIPLE, CONTEXT_MULTIPLE = 16, 32
+"""What numbers of rows are rounded up to in the attention of one sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,7 +27,7 @@ class Batch:
     """Packed sequences: token_ids [R], loss_mask [R] bool, taps [R, taps * H], last [R, H] and log_normalizer [R].
 
     `last` is the state that feeds the target's LM head (after its final norm), `log_normalizer` the log-sum-exp of
-    the target's logits over its whole vocabulary.
+    the target's logits over its whole vocabulary; None where only a law over the draft vocabulary is asked for.
     """
 
     token_ids: torch.Tensor
@@ -31,10 +35,20 @@ class Batch:
     lengths: tuple[int, ...]
     taps: torch.Tensor
     last: torch.Tensor
-    log_normalizer: torch.Tensor
+    log_normalizer: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self.token_ids.numel()
+
+    def rounded_up(self, multiple: int) -> Batch:
+        """The same with a further sequence, which counts nowhere, up to a number of rows that `multiple` divides."""
+        missing = -len(self) % multiple
+        if not missing:
+            return self
+        states = {name: functional.pad(getattr(self, name), (0, 0, 0, missing)) for name in ("taps", "last")}
+        rows = {name: functional.pad(getattr(self, name), (0, missing)) for name in ("token_ids", "loss_mask")}
+        normalizer = None if self.log_normalizer is None else functional.pad(self.log_normalizer, (0, missing))
+        return Batch(lengths=(*self.lengths, missing), log_normalizer=normalizer, **states, **rows)
 
     @property
     def positions(self) -> torch.Tensor:
@@ -52,7 +66,7 @@ class Batch:
 class UnrolledStep:
     """A head's answer at the planned rows of one step.
 
-    states [Q, W]: what its LM head reads; weight [C, W]: that LM head. auxiliary: a further loss, summed over the rows.
+    states [Q, W]: what its LM head reads; weight [C, W]: that LM head. auxiliary [Q]: a further loss of each row.
     """
 
     states: torch.Tensor
@@ -92,22 +106,31 @@ class UnrolledAttention:
         else:
             diagonal_key = diagonal_value = query.new_zeros(query.shape[0], 0, *context_key.shape[1:])
         bounds = torch.searchsorted(self._rows, torch.tensor(self._starts, device=self._rows.device)).tolist()
-        outputs = []
+        num_rows, outputs = len(context_key), []
         for index, (first, last) in enumerate(itertools.pairwise(bounds)):
             if first == last:
                 continue
-            start, stop = self._starts[index], self._starts[index + 1]
-            outputs.append(
-                attend_sequence(
-                    query[first:last],
-                    context_key[start:stop],
-                    context_value[start:stop],
-                    diagonal_key[first:last],
-                    diagonal_value[first:last],
-                    self._rows[first:last] - start,
-                )
+            asking = _window(first, last, QUERY_MULTIPLE, len(query))
+            seen = _window(self._starts[index], self._starts[index + 1], CONTEXT_MULTIPLE, num_rows)
+            attended = attend_sequence(
+                query[asking],
+                context_key[seen],
+                context_value[seen],
+                diagonal_key[asking],
+                diagonal_value[asking],
+                self._rows[asking] - seen.start,
+                start=self._starts[index] - seen.start,
             )
+            outputs.append(attended[first - asking.start : last - asking.start])
         return torch.cat(outputs) if outputs else torch.zeros_like(query)
+
+
+def _window(first: int, last: int, multiple: int, size: int) -> slice:
+    """Of `size` rows, those from `first` to before `last`, and more up to a number that `multiple` divides, if there
+    are as many: a CPU's matrix products are compiled for each number anew."""
+    length = min(size, -(-(last - first) // multiple) * multiple)
+    start = min(first, size - length)
+    return slice(start, start + length)
 
 
 def attend_sequence(
@@ -117,15 +140,23 @@ def attend_sequence(
     diagonal_key: torch.Tensor,
     diagonal_value: torch.Tensor,
     positions: torch.Tensor,
+    *,
+    start: int = 0,
 ) -> torch.Tensor:
-    """One sequence: query [Q, Hq, D], context [T, Hkv, D], diagonal [Q, S, Hkv, D], positions [Q] -> [Q, Hq, D]."""
+    """One sequence: query [Q, Hq, D], context [T, Hkv, D], diagonal [Q, S, Hkv, D], positions [Q] -> [Q, Hq, D].
+
+    The sequence's first row is `start` in the context, which may have rows of others around it. So may the queries:
+    what these get means nothing, but is finite.
+    """
     num_queries, num_heads, head_dim = query.shape
     length, num_kv_heads, _ = context_key.shape
     folded = query.view(num_queries, num_kv_heads, -1, head_dim).transpose(0, 1)  # [Hkv, Q, G, D]
     scaled = (folded * head_dim**-0.5).reshape(num_kv_heads, -1, head_dim)  # [Hkv, Q*G, D]
     scores = (scaled @ context_key.permute(1, 2, 0)).view(num_kv_heads, num_queries, -1, length)
-    future = torch.arange(length, device=positions.device) > positions[:, None]  # [Q, T]
-    scores = scores.masked_fill(future[:, None, :], float("-inf"))
+    place = torch.arange(length, device=positions.device)
+    hidden = (place > positions[:, None]) | (place < start)  # [Q, T]
+    bias = torch.zeros_like(hidden, dtype=scores.dtype).masked_fill_(hidden, torch.finfo(scores.dtype).min)
+    scores = scores + bias[:, None, :]
     grouped = scaled.view(num_kv_heads, num_queries, -1, head_dim)  # [Hkv, Q, G, D]
     own = grouped @ diagonal_key.permute(2, 0, 3, 1)  # [Hkv, Q, G, S]
     weights = torch.cat([scores, own], dim=-1).softmax(dim=-1)

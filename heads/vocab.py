@@ -7,7 +7,7 @@ Knows nothing about texts: counts and the ids to keep come from the caller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that `always_kept_ids` needs."""
 
     all_special_ids: list[int]
+    special_tokens_map: dict[str, Any]
 
     def get_added_vocab(self) -> dict[str, int]: ...
 
@@ -156,12 +157,12 @@ class DraftVocabulary:
     @property
     def d2t(self) -> torch.Tensor:
         """[draft size] int64 offsets: target = draft + d2t[draft]."""
-        return self.target_ids - torch.arange(len(self))
+        return self.target_ids - torch.arange(len(self), device=self.target_ids.device)
 
     @property
     def t2d(self) -> torch.Tensor:
         """[vocab_size] bool: does this target token have a draft token?"""
-        marks = torch.zeros(self.vocab_size, dtype=torch.bool)
+        marks = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.target_ids.device)
         marks[self.target_ids] = True
         return marks
 
@@ -179,14 +180,40 @@ class DraftVocabulary:
         return float(self.t2d[torch.tensor(token_ids)].float().mean())
 
 
-def always_kept_ids(tokenizer: Tokenizer, extra_ids: Iterable[int] = ()) -> set[int]:
-    """Special and added tokens (end of sequence, chat markers), all byte-level tokens, and `extra_ids`.
+def always_kept_ids(tokenizer: Tokenizer, extra_ids: Iterable[int] = (), *, used_ids: Collection[int] = ()) -> set[int]:
+    """The named special tokens (end of sequence and the like), what the chat template prints, all byte-level tokens,
+    and `extra_ids`; of `used_ids`, the ids found in texts, those that are special.
 
-    Frequency alone drops rare bytes, and then accented letters and other scripts can never be drafted.
+    Frequency alone drops rare bytes, and then accented letters and other scripts can never be drafted. Tokens that are
+    only reserved are not kept: some tokenizers have thousands, more than a draft vocabulary has room for.
     """
-    kept = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values(), *extra_ids}
-    kept.update(token_id for token, token_id in tokenizer.get_vocab().items() if _is_byte_token(token))
-    return kept
+    ids, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    kept = {ids[str(token)] for token in tokenizer.special_tokens_map.values() if str(token) in ids}
+    printed = _template_text(tokenizer)
+    kept.update(token_id for token, token_id in added.items() if token in printed)
+    kept.update({*tokenizer.all_special_ids, *_marked_special(tokenizer)}.intersection(used_ids))
+    kept.update(token_id for token, token_id in ids.items() if _is_byte_token(token))
+    return kept.union(extra_ids)
+
+
+def _template_text(tokenizer: Tokenizer) -> str:
+    """The chat template, and what it prints: markers are written in it, or put together from a role's name."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return ""
+    texts = [template] if isinstance(template, str) else [str(template)]
+    turns = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user")]
+    for chat in (turns, turns[1:]):
+        try:
+            texts.append(str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)))  # type: ignore[attr-defined]
+        except Exception:  # templates raise whatever they like, some at a system message
+            continue
+    return "\n".join(texts)
+
+
+def _marked_special(tokenizer: Tokenizer) -> set[int]:
+    decoder: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token_id for token_id, token in decoder.items() if token.special}
 
 
 def _is_byte_token(token: str) -> bool:

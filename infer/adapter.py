@@ -1,78 +1,65 @@
-"""A target that was trained along with its head: the base model with a LoRA adapter merged into its weights.
+"""LoRA adapters of a target: merged into its weights when it is loaded, or live beside a base that others share.
 
-The head's folder holds the adapter in `adapter/`, in peft's own form. It is read and merged here without peft, whenever
-the head's target is loaded. **The adapted target is the one that is served**: plain decoding, verification and every
-figure are its, and lossless means with respect to it, not to the base model.
+One kind comes with a head that was trained along with its target: the head's folder holds it in `adapter/`. Another is
+anyone's, in peft's form (`target.adapter`, `--adapter`). Both are read without peft. **The adapted target is the one
+that is served**: plain decoding, verification and every figure are its, and lossless means with respect to it, not to
+the base model.
 
-A merged weight is W + (alpha / rank) B A in the dtype in which the two were trained, of a W in that dtype, computed in
-float64. Another dtype casts it. So all dtypes, devices and machines have the same target, and its fingerprint can be
-checked.
+A merged weight is W + scale * B A in the dtype in which the two were trained (float32 for anyone's adapter), of a W in
+that dtype, computed in float64. Another dtype casts it. So all dtypes, devices and machines have the same target, and
+its fingerprint can be checked.
 
-Shapes: O outputs and I inputs of a linear layer, r the adapter's rank.
+Live (`TargetModel.with_adapter`), a layer computes W x + scale * B (A x): several adapted targets then share one W, and
+each costs its factors alone. It is the same target by name and fingerprint, to rounding in what it computes.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
+from torch.nn import functional
 
-from heads.checkpoint import HeadCard, present_folder, read_card, read_json, read_tensors, staged_folder
+from heads.checkpoint import HeadCard, portable_name, present_folder, read_card, read_json, staged_folder
+from heads.lora import (
+    CONFIG_FILE,
+    Factors,
+    Scales,
+    linear_layer,
+    merged_weight,
+    read_adapter,
+    refuse_other_shape,
+)
 from infer.fingerprint import fingerprint_of
 
 ADAPTER_FOLDER = "adapter"
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 BACKBONE, BASE_FINGERPRINT, DTYPE = "backbone", "base_fingerprint", "dtype"
 """Where a head's card (its `training` part) says that the target was adapted, from which base, and in which dtype."""
 ADAPTED = "with the head's adapter"
 
-_PREFIX = "base_model.model."  # of peft's names for tensors
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_FACTORS = ("lora_A.weight", "lora_B.weight")
-_SAID = {"peft_type": "LORA", "bias": "none"}
-_SILENT = frozenset(
-    {
-        "auto_mapping",
-        "base_model_name_or_path",
-        "inference_mode",
-        "init_lora_weights",
-        "lora_alpha",
-        "lora_dropout",
-        "megatron_core",
-        "peft_version",
-        "qalora_group_size",
-        "r",
-        "revision",
-        "target_modules",
-        "task_type",
-    }
-)
-"""Settings of peft that do not change what a merged weight is. Any other one that is set does, or may."""
-
-
-Factors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""For each adapted layer, by its name in the base model, A [r, I] and B [O, r]."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Adapter:
-    """A LoRA adapter. scale: alpha / rank.
+    """A LoRA adapter.
 
-    base_name and base_fingerprint: the model that it was trained on, in `dtype`. fingerprint: that of the two together.
+    name: how it is called on the cards of heads; empty for a head's own. base_name and base_fingerprint: the model that
+    it was trained on, in `dtype`. fingerprint: that of the two together. Both fingerprints are empty where nothing says
+    them.
     """
 
     factors: Factors
-    scale: float
+    scales: Scales
     base_name: str
     base_fingerprint: str
     fingerprint: str
     dtype: torch.dtype
+    name: str = ""
 
     @classmethod
     def of_head(cls, folder: str | Path) -> Adapter | None:
@@ -87,22 +74,53 @@ class Adapter:
                 f"the card of {folder} does not say which base its target was adapted from, or in which dtype "
                 f"({', '.join(_DTYPES)}): {facts!r:.100}"
             )
-        factors, scale = read_adapter(folder / ADAPTER_FOLDER)
+        factors, scales = read_adapter(folder / ADAPTER_FOLDER)
         return cls(
             factors=factors,
-            scale=scale,
+            scales=scales,
             base_name=card.target.name,
             base_fingerprint=str(facts[BASE_FINGERPRINT]),
             fingerprint=card.target.fingerprint,
             dtype=_DTYPES[facts[DTYPE]],
         )
 
-    def apply(self, model: Any, tokenizer: Any | None, *, name: str, read: Callable[[torch.dtype], nn.Module]) -> None:
-        """Make the base model (`name`, a stock one) the adapted target; another model is refused. One into which the
-        adapter was merged before, and saved, is left as it is.
+    @classmethod
+    def of_folder(cls, folder: str | Path) -> Adapter:
+        """Anyone's adapter in peft's form. What its base was, only the names and shapes of its layers say."""
+        path = Path(folder)
+        if not path.is_dir():
+            raise ValueError(f"there is no adapter folder {str(folder)!r}: give one that holds {CONFIG_FILE}")
+        factors, scales = read_adapter(path)
+        base = str(read_json(path / CONFIG_FILE).get("base_model_name_or_path") or "")
+        return cls(
+            factors=factors,
+            scales=scales,
+            base_name=portable_name(base) if base else "",
+            base_fingerprint="",
+            fingerprint="",
+            dtype=torch.float32,
+            name=portable_name(str(path.resolve())),
+        )
+
+    def apply(
+        self,
+        model: Any,
+        tokenizer: Any | None,
+        *,
+        name: str,
+        read: Callable[[torch.dtype], nn.Module],
+        stored: torch.dtype | None = None,
+    ) -> None:
+        """Make the base model (`name`, a stock one) the adapted target; another model is refused. One into which a
+        head's adapter was merged before, and saved, is left as it is.
 
         `read` gives the base model in another dtype, where `model` does not hold what its weights were in training.
+        stored: the dtype in which the base's files hold it, where that is known.
         """
+        if not self.fingerprint:
+            is_whole = model.dtype in (self.dtype, stored)
+            self.merge_into(model, model if is_whole else read(self.dtype))
+            return
         given = fingerprint_of(model, tokenizer)
         if given == self.fingerprint:
             return
@@ -123,33 +141,73 @@ class Adapter:
         """Fill the adapted layers of a stock model from those of `base`, which may be the model itself."""
         for name, (down, up) in self.factors.items():
             weight, filled = adapted_layer(base, name).weight.data, adapted_layer(model, name).weight.data
-            expected, found = [up.shape[0], down.shape[1]], list(weight.shape)
-            if found != expected:
-                raise ValueError(f"the adapter of {name} is for a weight of shape {expected}, not {found}")
-            merged = merged_weight(weight.to(self.dtype), down, up, self.scale)
-            if filled.dtype == torch.float16:  # its rounding, and then the fingerprint's, would not make one rounding
-                merged = merged.bfloat16()
-            filled.copy_(merged)
+            refuse_other_shape(name, weight, down, up)
+            merged = merged_weight(weight.to(self.dtype), down, up, self.scales[name])
+            filled.copy_(_rounded(merged, filled.dtype))
+
+    def live(self, model: nn.Module) -> dict[nn.Module, nn.Module]:
+        """What takes the place of the adapted layers of a stock model, each beside the layer itself."""
+        new: dict[nn.Module, nn.Module] = {}
+        for name, (down, up) in self.factors.items():
+            layer = adapted_layer(model, name)
+            refuse_other_shape(name, layer.weight, down, up)
+            new[layer] = AdaptedLinear(layer, down, up, self.scales[name], dtype=self.dtype)
+        return new
 
 
-def merged_weight(weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:
-    """weight [O, I] + scale * up [O, r] @ down [r, I], in the weight's dtype.
+class AdaptedLinear(nn.Module):
+    """A linear layer with a live adapter: what the layer says, plus scale * B (A x). The layer may be shared."""
 
-    In float64, whose own rounding differs between machines far below what the result can show.
-    """
-    device = weight.device
-    update = up.detach().to(device, torch.float64) @ down.detach().to(device, torch.float64)
-    return weight.double().add_(update, alpha=scale).float().to(weight.dtype)
+    def __init__(
+        self, layer: nn.Linear, down: torch.Tensor, up: torch.Tensor, scale: float, *, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.down = nn.Parameter(down.to(layer.weight), requires_grad=False)
+        self.up = nn.Parameter((scale * up.double()).to(layer.weight), requires_grad=False)
+        self._exact = (down, up, scale, dtype)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        own = cast(torch.Tensor, self.layer(hidden))  # first: siblings that share a product know it by its input
+        return own + functional.linear(functional.linear(hidden, self.down), self.up)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """What the layer's weight would be with the adapter merged [O, I]."""
+        down, up, scale, dtype = self._exact
+        return _rounded(merged_weight(self.layer.weight.to(dtype), down, up, scale), self.layer.weight.dtype)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.layer.bias
+
+    def merged_parameters(self) -> dict[str, torch.Tensor]:
+        """Parameters by their names in the layer that this one stands for, the adapter merged."""
+        return {name: self.weight if name == "weight" else one for name, one in self.layer.named_parameters()}
+
+
+def _rounded(merged: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A merged weight in the dtype that a model is loaded in. float16 goes by bfloat16: its own rounding, and then the
+    fingerprint's, would not make one rounding."""
+    return merged.bfloat16().to(dtype) if dtype == torch.float16 else merged.to(dtype)
 
 
 def adapted_layer(model: nn.Module, name: str) -> nn.Linear:
-    """The linear layer of a stock model that an adapter calls `name`."""
-    try:
-        layer = model.get_submodule(name)
-    except AttributeError:
-        raise ValueError(f"the adapter belongs to another kind of model: this one has no layer {name}") from None
-    if not isinstance(layer, nn.Linear):
-        raise ValueError(f"the adapter changes {name}, which is a {type(layer).__name__}: expected a linear layer")
+    """The linear layer of a stock model that an adapter calls `name`. Its weight is not one that others have too."""
+    layer = linear_layer(model, name)
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    if embedding is not None and getattr(embedding, "weight", None) is layer.weight:
+        raise ValueError(
+            f"the adapter changes {name}, whose weight is the embedding's too (tied), so merging it would change both: "
+            "it is not supported"
+        )
+    if layer.weight.is_meta or type(layer) is not nn.Linear:
+        raise ValueError(
+            f"the adapter changes {name}, whose weight is quantised or not in memory: load the model whole, without "
+            "quantization and device_map, or merge the adapter into its folder first (peft: merge_and_unload, "
+            "save_pretrained)"
+        )
     return layer
 
 
@@ -164,59 +222,6 @@ def is_adapted(card: HeadCard, folder: Path) -> bool:
     if there and not said:
         raise ValueError(f"{folder} holds {ADAPTER_FOLDER}/, of which its card does not speak: is it another head's?")
     return said
-
-
-def read_adapter(folder: Path) -> tuple[Factors, float]:
-    """The factors (A, B) by layer and the scale of an adapter in peft's form; whatever does not fit is refused."""
-    for file in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / file).is_file():
-            raise ValueError(f"{folder} is not an adapter: it has no {file}")
-    config = read_json(folder / CONFIG_FILE)
-    odd = {key: value for key, value in config.items() if key not in _SILENT and value and _SAID.get(key) != value}
-    if odd:
-        said = ", ".join(f"{key} = {value!r}" for key, value in odd.items())
-        raise ValueError(f"{folder / CONFIG_FILE} says {said}: only plain LoRA adapters are supported")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise ValueError(f"{folder / CONFIG_FILE} says r = {rank!r} and lora_alpha = {alpha!r}: expected two numbers")
-    tensors = read_tensors(folder / WEIGHTS_FILE)
-    factors = {}
-    for layer in sorted({layer_of(name) for name in tensors}):
-        pair = [tensors.pop(f"{_PREFIX}{layer}.{factor}", None) for factor in _FACTORS]
-        down, up = pair
-        if down is None or up is None or down.shape[0] != rank or up.shape[1] != rank:
-            shapes = [None if one is None else list(one.shape) for one in pair]
-            raise ValueError(
-                f"{folder / WEIGHTS_FILE} has factors of shapes {shapes} for {layer}; expected [{rank}, inputs] and "
-                f"[outputs, {rank}]"
-            )
-        if not all(bool(torch.isfinite(one).all()) for one in (down, up)):
-            raise ValueError(f"{folder / WEIGHTS_FILE} holds non-finite values for {layer}")
-        factors[layer] = (down, up)
-    if tensors or not factors:
-        raise ValueError(f"{folder / WEIGHTS_FILE} is no LoRA adapter: {sorted(tensors) or 'it holds nothing'}")
-    return factors, float(alpha) / rank
-
-
-def layer_of(name: str) -> str:
-    """The layer that a tensor of an adapter file belongs to."""
-    for factor in _FACTORS:
-        if name.startswith(_PREFIX) and name.endswith(f".{factor}"):
-            return name[len(_PREFIX) : -len(factor) - 1]
-    raise ValueError(f"the adapter holds {name}, which is no factor of a LoRA adapter")
-
-
-def tensor_name(layer: str, factor: str) -> str:
-    """peft's name for the factor (lora_A or lora_B) of a layer."""
-    return f"{_PREFIX}{layer}.{factor}.weight"
-
-
-def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write peft's form: its config, and its tensors by their names there."""
-    folder.mkdir()
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS_FILE)
-    text = json.dumps(config, indent=2, sort_keys=True)
-    (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def write_merged_target(out: str | Path, head: str | Path, base: str | Path) -> Path:

@@ -54,11 +54,13 @@ def packed_attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"this model's attention uses {name!r}, which headstart does not implement")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    here, home = query.device, packed_rows.columns.device  # layers of a device map may be elsewhere than the cache
+    query, key, value = query.to(home), key.to(home), value.to(home)
     packed_rows.cache.write(layer, packed_rows.columns, key[0], value[0])
     settings: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
     if isinstance(packed_rows, FixedRows):
-        return attend_fixed(query[0], layer, packed_rows, **settings)[None], None
-    return attend(query[0], layer, packed_rows, **settings)[None], None
+        return attend_fixed(query[0], layer, packed_rows, **settings)[None].to(here), None
+    return attend(query[0], layer, packed_rows, **settings)[None].to(here), None
 
 
 def attend(

@@ -20,7 +20,7 @@ import hashlib
 import importlib.metadata
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -152,17 +152,19 @@ def audit(
     prompts: Prompts,
     settings: AuditSettings | None = None,
     device: str = "cpu",
+    loading: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Certificate:
-    """Test `head` (a folder, or `ngram`) on `target` (a folder or a Hub name).
+    """Test `head` (a folder, or `ngram`) on `target` (a folder or a Hub name). `loading`: how `TargetModel.load` is to
+    load it, besides.
 
     Raises ValueError before any check if the head was trained for another target.
     """
     refuse_no_draft(head)
-    adapter = adapter_of(head)
+    how = {"adapter": adapter_of(head), **(loading or {})}
 
     def load(dtype: str) -> TargetModel:
-        return TargetModel.load(target, dtype=dtype, device=device, adapter=adapter)
+        return TargetModel.load(target, dtype=dtype, device=device, **how)
 
     def make_drafter(target: TargetModel, *, hybrid: bool) -> Drafter:
         drafter = load_drafter(head, target, hybrid=hybrid)

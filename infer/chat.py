@@ -21,6 +21,7 @@ Message = Mapping[str, str]
 """`{"role": ..., "content": ...}`."""
 
 _SENTINEL = "headstart-sentinel-8f1d"
+_RAW_GAP = "\n\n"
 _PROBES = (
     "The quick brown fox  jumps over 12345 lazy dogs.\n\n\tdef f(x):\n        return x**2  # caf\u00e9",
     " \u4f60\u597d\u4e16\u754c \U0001f600\U0001f680 3.14159 don't WON'T \u00fcber na\u00efve "
@@ -42,8 +43,8 @@ class Rendered:
 
 
 def render_text(tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool, raw: bool = False) -> str:
-    """The chat as text. `raw` joins the contents without a template (for base models), on explicit request
-    only.
+    """The chat as text. `raw` joins the contents without a template (for base models), on explicit request only; a
+    lone text stays as it is.
     """
     _check_messages(messages)
     if raw:
@@ -251,6 +252,8 @@ def _assistant_spans(tokenizer: Any, messages: Sequence[Message], text: str, *, 
         if not content:
             raise ValueError(f"message {index} is an empty assistant message; drop it before training")
         prefix = render_text(tokenizer, messages[:index], add_generation_prompt=True, raw=raw) if index else ""
+        if raw and index and messages[index - 1]["role"] != "assistant":
+            prefix += _RAW_GAP
         through = render_text(tokenizer, messages[: index + 1], add_generation_prompt=False, raw=raw)
         if text.startswith(prefix) and text.startswith(through) and len(through) > len(prefix):
             span = _span_in(text, content, start=len(prefix), end=len(through))
@@ -355,5 +358,8 @@ def _split_user_turn(tokenizer: Any, history: Sequence[Message]) -> tuple[str, s
 
 
 def _raw_text(tokenizer: Any, messages: Sequence[Message]) -> str:
+    """Contents one after another: an answer ends with the end token, other text is set off from what follows it."""
     end = getattr(tokenizer, "eos_token", None) or ""
-    return "".join(message["content"] + (end if message["role"] == "assistant" else "\n\n") for message in messages)
+    last = len(messages) - 1
+    gaps = [end if one["role"] == "assistant" else _RAW_GAP * (index < last) for index, one in enumerate(messages)]
+    return "".join(message["content"] + gap for message, gap in zip(messages, gaps, strict=True))

@@ -2,7 +2,8 @@
 
 At width 1 a layer's small matrices are bound by the cost of starting each product, not by arithmetic. The modules stay
 where they are and keep their names: their weights become views of one tensor, the first sibling computes all of them,
-and the others pick up their share if they are given the same input tensor (else they compute their own).
+and the others pick up their share if they are given the same input tensor (else they compute their own). Layers of
+another kind (quantised ones) stay as they are, and so do those whose weights or inputs a device map moves about.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def _sibling_projections(model: nn.Module) -> Iterator[list[nn.Linear]]:
 def _alike(projections: list[nn.Linear]) -> bool:
     first = projections[0]
     return all(
-        projection.in_features == first.in_features
+        not hasattr(projection, "_hf_hook")  # accelerate's: it moves the layer's inputs, or fetches its weights
+        and not projection.weight.is_meta
+        and projection.in_features == first.in_features
         and (projection.bias is None) == (first.bias is None)
         and projection.weight.dtype == first.weight.dtype
         and projection.weight.device == first.weight.device

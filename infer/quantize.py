@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from infer import views
 from infer.fuse import SIBLINGS
+from infer.placement import is_offloaded
 from infer.target import TargetModel
 
 BITS = (8, 4)
@@ -49,6 +50,11 @@ def quantized_copy(target: TargetModel, bits: int, *, kernels: bool = True) -> T
     """
     if bits not in BITS:
         raise ValueError(f"weights are rounded to {' or '.join(map(str, BITS))} bits, {bits!r} were asked for")
+    instead = "draft with the target's first layers (layers:N), a smaller model or a trained head instead"
+    if target.quantization:
+        raise ValueError(f"{target.name}'s weights are in {target.quantization} already: {instead}")
+    if is_offloaded(target.model):
+        raise ValueError(f"some of {target.name}'s weights are not in memory, so they cannot be rounded: {instead}")
     if kernels:
         _check_kernels(bits, target.device)
     new: dict[nn.Module, nn.Module] = {}

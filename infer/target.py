@@ -12,25 +12,35 @@ from __future__ import annotations
 import copy
 import inspect
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from heads.base import TargetWeights, final_tap
-from heads.checkpoint import HeadCard, TargetReference, check_target
+from heads.checkpoint import HeadCard, TargetReference, check_relative, check_target, described
 from infer import attention, views
 from infer.adapter import ADAPTED, BACKBONE, BASE_FINGERPRINT, Adapter
 from infer.cache import SlotCache
 from infer.chat import tokenizer_hash
-from infer.fingerprint import fingerprint_of
+from infer.fingerprint import fingerprint_of, vocabulary_hash
 from infer.fixed import FixedRows, forwards
 from infer.fuse import FusedProjections
 from infer.grammar import Grammars
+from infer.placement import (
+    DeviceMap,
+    check_placement,
+    check_tied,
+    loading_arguments,
+    main_device,
+    quantization_of,
+    whole_weight,
+)
 from infer.rows import PACKED_ROWS, PackedRows, RowGroup, check_room
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,6 +67,10 @@ class Features:
     last: torch.Tensor
 
 
+class RelativeTarget(UserWarning):
+    """A head drafts for a target that is not its own but a relative: nothing is lost but drafts."""
+
+
 class TargetModel:
     """A stock causal LM whose forward takes packed rows; made by `load` (a folder or name) or `wrap` (a model)."""
 
@@ -64,6 +78,8 @@ class TargetModel:
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
+        self.adapter_name = ""
+        self.takes_relatives = False
         self.config = model.config
         self.decoder: nn.Module = model.base_model
         self.layers = _decoder_layers(model, int(self.config.num_hidden_layers))
@@ -72,13 +88,18 @@ class TargetModel:
         weight = model.get_output_embeddings().weight
         self.vocab_size = int(weight.shape[0])
         self.dtype: torch.dtype = weight.dtype
-        self.device: torch.device = weight.device
+        self.device = main_device(model)
+        self.quantization = quantization_of(model)
+        self._is_placed = bool(getattr(model, "hf_device_map", None))
         self.max_length = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 30)
         self.eos_ids = _eos_ids(model, tokenizer)
         self.grammars = Grammars(tokenizer, vocab_size=self.vocab_size)
         self._keep_argument = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._fused = FusedProjections(model)
+        self.fused = FusedProjections(model)
         self._fingerprint: str | None = None
+        self._base_name = name
+        self._base_fingerprint = ""
+        self._fetched: dict[int, torch.Tensor] = {}
         self._key_value_shape = (0, 0, 0)
 
     @classmethod
@@ -90,33 +111,57 @@ class TargetModel:
         device: str = "cpu",
         tokenizer: Any | None = None,
         revision: str | None = None,
-        adapter: Adapter | None = None,
+        adapter: Adapter | str | Path | None = None,
+        quantization: str | None = None,
+        device_map: DeviceMap | None = None,
+        offload_folder: str | Path | None = None,
+        takes_relatives: bool = False,
     ) -> TargetModel:
         """Load a target from a local folder or a Hub name.
 
         `dtype`: float32, bfloat16, float16, or auto, which on a CPU measures whether bfloat16 or float32 is faster
-        here and elsewhere takes bfloat16. `device`: a torch device, or auto for a GPU if there is one. `adapter`: that
-        of a head which was trained along with its target (`Adapter.of_head`); it is merged in. Raises ValueError with
-        the reason if the model cannot be decoded exactly.
+        here and elsewhere takes bfloat16. `device`: a torch device, or auto for a GPU if there is one. `adapter`: a
+        LoRA adapter's folder, or that of a head which was trained along with its target (`Adapter.of_head`); it is
+        merged in. `quantization`, `device_map`, `offload_folder`: for what does not fit (`infer.placement`).
+        `takes_relatives`: heads of another version of this target (with its sizes and tokens) may draft for it. Raises
+        ValueError with the reason if the model cannot be decoded exactly.
         """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         if dtype != "auto" and dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is unknown: expected auto, {', '.join(DTYPES)}")
-        device = resolve_device(device)
+        check_placement(quantization, device_map, device)
+        is_placed = quantization is not None or device_map is not None
+        if is_placed and adapter is not None:
+            raise ValueError(
+                "an adapter cannot be merged into a target with quantization or a device_map: merge it into the "
+                "model's folder first (peft: merge_and_unload, save_pretrained) and give that"
+            )
+        device = resolve_device("auto" if is_placed and device == "cpu" else device)
         path = Path(source)
         refuse_missing(source)
+        if isinstance(adapter, str | Path):
+            adapter = Adapter.of_folder(adapter)
         config = AutoConfig.from_pretrained(source, revision=revision)
         _refuse_unsupported(config)
+        check_tied(device_map, config)
         config.use_cache = True  # a fine-tune may have saved false; headstart keeps its own cache either way
+        stored = getattr(config, "dtype", None)
 
         def read(as_dtype: torch.dtype) -> Any:
+            arguments = loading_arguments(quantization, device_map, device, as_dtype)
             model: Any = AutoModelForCausalLM.from_pretrained(
-                source, config=config, dtype=as_dtype, attn_implementation="sdpa", revision=revision
+                source,
+                config=config,
+                dtype=as_dtype,
+                attn_implementation="sdpa",
+                revision=revision,
+                **({} if offload_folder is None else {"offload_folder": str(offload_folder)}),
+                **arguments,
             )
-            return model.to(device)
+            return model if arguments else model.to(device)
 
-        if dtype == "auto" and torch.device(device).type == "cpu":
+        if dtype == "auto" and not is_placed and torch.device(device).type == "cpu":
             # Each is read anew: casting a loaded model would round its weights and its rotary frequencies, and it
             # would no longer be the target that its dtype's name stands for.
             model = min(map(read, (torch.float32, torch.bfloat16)), key=_forward_seconds)
@@ -125,10 +170,42 @@ class TargetModel:
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
         name = path.name if path.is_dir() else str(source)
+        base_fingerprint = ""
         if adapter is not None:
-            adapter.apply(model, tokenizer, name=name, read=read)
-            name = f"{name} {ADAPTED}"
-        return cls.wrap(model, tokenizer, name=name)
+            base_fingerprint = adapter.base_fingerprint or fingerprint_of(model, tokenizer)
+            adapter.apply(model, tokenizer, name=name, read=read, stored=stored)
+        target = cls.wrap(model, tokenizer, name=name if adapter is None else _adapted_name(name, adapter))
+        target.takes_relatives = takes_relatives
+        if adapter is not None:
+            target._set_base(name, base_fingerprint, adapter)
+        return target
+
+    def _set_base(self, name: str, fingerprint: str, adapter: Adapter) -> None:
+        self.adapter_name = adapter.name
+        if adapter.name:  # a head's own adapter is found by its head, under the name of both
+            self._base_name, self._base_fingerprint = name, fingerprint
+
+    def with_adapter(self, adapter: Adapter | str | Path) -> TargetModel:
+        """This target with a live adapter: a view that shares all of its weights and adds the adapter's few.
+
+        Any number of them live beside their base and each other. A head of the base may draft for all of them.
+        """
+        if isinstance(adapter, str | Path):
+            adapter = Adapter.of_folder(adapter)
+        if self.adapter_name:
+            raise ValueError(f"{self.name} has an adapter already: add others to the target without one")
+        if adapter.base_fingerprint not in ("", self.fingerprint):
+            raise ValueError(
+                f"the adapter was trained with {adapter.base_name} ({adapter.base_fingerprint}), but {self.name} has "
+                f"other weights or another tokenizer ({self.fingerprint})"
+            )
+        with torch.inference_mode(mode=False):
+            new = adapter.live(self.model)
+        view = self.view(views.exchanged(self.model, new), num_layers=self.num_layers)
+        view.name = _adapted_name(self.name, adapter)
+        view.adapter_name = adapter.name or ADAPTED
+        view._base_name, view._base_fingerprint = self._base_name, self.fingerprint
+        return view
 
     @classmethod
     def wrap(cls, model: Any, tokenizer: Any | None = None, *, name: str = "model") -> TargetModel:
@@ -157,6 +234,7 @@ class TargetModel:
         view.num_layers = len(view.layers)
         view.vocab_size = int(model.get_output_embeddings().out_features)
         view._fingerprint = None
+        view._fetched = {}
         return view
 
     def twin(self, *, own_layers: bool) -> Any:
@@ -172,12 +250,12 @@ class TargetModel:
     def _enter(self) -> None:
         attention.register()
         self.model.set_attn_implementation(attention.ATTENTION_NAME)
-        self._fused.enable()
+        self.fused.enable()
 
     @contextmanager
     def stock(self) -> Iterator[Any]:
         """The same weights as the stock transformers model, for baselines; packed forwards must wait until it ends."""
-        self._fused.disable()
+        self.fused.disable()
         self.model.set_attn_implementation("eager" if self._uses_softcap() else "sdpa")
         try:
             yield self.model
@@ -190,14 +268,21 @@ class TargetModel:
     @property
     def embedding_weight(self) -> torch.Tensor:
         """Input embeddings [V, H]."""
-        weight: torch.Tensor = self.model.get_input_embeddings().weight
-        return weight
+        return self._whole_weight(self.model.get_input_embeddings())
 
     @property
     def lm_head_weight(self) -> torch.Tensor:
         """Output projection [V, H]."""
-        weight: torch.Tensor = self.model.get_output_embeddings().weight
-        return weight
+        return self._whole_weight(self.model.get_output_embeddings())
+
+    def _whole_weight(self, module: nn.Module) -> torch.Tensor:
+        """What heads read of the target is held on its device, also where the target's own is offloaded."""
+        weight = cast(torch.Tensor, module.weight)
+        if not weight.is_meta and weight.device == self.device:
+            return weight
+        if id(module) not in self._fetched:
+            self._fetched[id(module)] = whole_weight(module).to(self.device)
+        return self._fetched[id(module)]
 
     @property
     def weights(self) -> TargetWeights:
@@ -216,7 +301,8 @@ class TargetModel:
     @property
     def num_weight_bytes(self) -> int:
         """Bytes of weights that a one-token forward reads: all but input embeddings, which are looked up."""
-        skip = set() if self.embedding_weight is self.lm_head_weight else {id(self.embedding_weight)}
+        looked_up, multiplied = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
+        skip = set() if looked_up is multiplied else {id(looked_up)}
         return sum(p.nbytes for p in self.model.parameters() if id(p) not in skip)
 
     @property
@@ -231,20 +317,43 @@ class TargetModel:
     def reference(self) -> TargetReference:
         """What the card of a head for this target says of it."""
         return TargetReference(
-            name=self.name,
+            name=self._base_name if self._base_fingerprint else self.name,
             fingerprint=self.fingerprint,
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
             tokenizer_hash="" if self.tokenizer is None else tokenizer_hash(self.tokenizer),
+            vocabulary_hash="" if self.tokenizer is None else vocabulary_hash(self.tokenizer),
+            adapter=self.adapter_name if self._base_fingerprint else "",
+            base_fingerprint=self._base_fingerprint,
+            quantization=self.quantization,
         )
 
     def check_card(self, card: HeadCard) -> None:
-        """Raise ValueError unless the head that `card` describes was made for this target."""
+        """Raise ValueError unless the head that `card` describes was made for this target, or for a relative that it
+        takes: then there is a warning (`RelativeTarget`)."""
+        notice = self.relation(card)
+        if notice:
+            warnings.warn(notice, RelativeTarget, stacklevel=3)
+
+    def relation(self, card: HeadCard) -> str:
+        """Empty for the head's own target, a notice for a relative; ValueError for any other.
+
+        The base of a target with an adapter is a relative, and so are its other adapters: drafts are worse, but tokens
+        are the target's whatever is drafted. With `takes_relatives` it is any version with the same sizes and tokens.
+        """
         if card.training.get(BACKBONE, {}).get(BASE_FINGERPRINT) == self.fingerprint != card.target.fingerprint:
             raise ValueError(
                 f"the head was trained along with {card.target.name}, and belongs to it with the head's adapter merged "
                 "in: load the target with TargetModel.load(..., adapter=Adapter.of_head(folder))"
+            )
+        bases = {card.target.fingerprint, card.target.base_fingerprint}
+        is_relative = bool(self._base_fingerprint) and self._base_fingerprint in bases
+        if card.target.fingerprint != self.fingerprint and (is_relative or self.takes_relatives):
+            check_relative(card, self.reference)
+            return (
+                f"the head was trained on {described(card.target)}, not on {self.name}: answers are {self.name}'s, but "
+                "fewer drafts may be accepted (a LoRA adapter on the head, head.lora_rank, would bring them back)"
             )
         check_target(
             card,
@@ -253,6 +362,7 @@ class TargetModel:
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
         )
+        return ""
 
     def new_cache(self, *, num_slots: int, num_columns: int) -> SlotCache:
         num_heads, key_size, value_size = self._key_value_shape
@@ -318,7 +428,8 @@ class TargetModel:
         with self.tapped(taps) as states:
             arguments: dict[str, Any] = {PACKED_ROWS: rows}
             if self._keep_argument and keep is not None:
-                arguments["logits_to_keep"] = keep
+                # The last states of a spread model may be elsewhere; a list need not be where they are.
+                arguments["logits_to_keep"] = list(logit_rows or []) if self._is_placed else keep
             output = self.model(
                 input_ids=rows.token_ids[None],
                 position_ids=rows.positions[None],
@@ -327,8 +438,12 @@ class TargetModel:
             )
         logits = output.logits[0]
         if keep is not None and not self._keep_argument:
-            logits = logits.index_select(0, keep)
-        return TargetOutput(logits=logits, taps=torch.cat(states, dim=-1) if states else None)
+            logits = logits.index_select(0, keep.to(logits.device))
+        return TargetOutput(logits=logits.to(self.device), taps=self._side_by_side(states) if states else None)
+
+    def _side_by_side(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Tapped states of layers that may be on several devices."""
+        return torch.cat([state.to(self.device) for state in states], dim=-1)
 
     @torch.inference_mode()
     def features(
@@ -359,8 +474,8 @@ class TargetModel:
                 **{PACKED_ROWS: packed},
             )
         lengths = [len(row) for row in rows]
-        last = output.last_hidden_state[0].split(lengths)
-        tapped = torch.cat(states, dim=-1).split(lengths) if states else [part[:, :0] for part in last]
+        last = output.last_hidden_state[0].to(self.device).split(lengths)
+        tapped = self._side_by_side(states).split(lengths) if states else [part[:, :0] for part in last]
         return [Features(taps=t, last=s) for t, s in zip(tapped, last, strict=True)]
 
     @contextmanager
@@ -408,7 +523,7 @@ class TargetModel:
         with torch.inference_mode():
             with self.stock() as model:
                 expected = model(input_ids=torch.tensor([tokens], device=self.device), use_cache=False).logits[0]
-            probe = _ShapeProbe(self.num_layers)
+            probe = _ShapeProbe(self.num_layers, self.device)
             self.model(
                 input_ids=torch.tensor([tokens], device=self.device),
                 position_ids=torch.arange(len(tokens), device=self.device)[None],
@@ -446,12 +561,12 @@ class TargetModel:
 class _ShapeProbe:
     """Stands in for PackedRows once, to learn which layers attend, their windows, and the shape of keys and values."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, device: torch.device) -> None:
         self.num_layers = num_layers
         self.shapes: dict[int, tuple[int, int, int]] = {}
         self.windows: dict[int, int | None] = {}
         self.cache = self
-        self.columns = torch.empty(0)
+        self.columns = torch.empty(0, device=device)
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
         self.first_slot = self.last_slot = self.length = 0
         self.num_slots = 1
@@ -487,6 +602,10 @@ class _ShapeProbe:
         if len(kinds) > 1:
             raise ValueError(f"layers with different key/value shapes are not supported: found {sorted(kinds)}")
         return kinds.pop()
+
+
+def _adapted_name(name: str, adapter: Adapter) -> str:
+    return f"{name} with adapter {adapter.name}" if adapter.name else f"{name} {ADAPTED}"
 
 
 def refuse_missing(source: str | Path) -> None:

@@ -23,6 +23,11 @@ def exchanged(module: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Modul
     children = {name: None if child is None else exchanged(child, new) for name, child in module._modules.items()}
     if all(child is module._modules[name] for name, child in children.items()):
         return module
+    if hasattr(module, "_hf_hook"):  # accelerate's forward is bound to the module, and a copy would run the original
+        raise ValueError(
+            "a target that is spread by a device map or quantised cannot run in parts, changed or adapted: take "
+            "another draft (a trained head, ngram, model:FOLDER), or load it whole"
+        )
     twin = copy.copy(module)
     twin._modules = children  # a dict of its own: the copy above still shared the original's
     return twin

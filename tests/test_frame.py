@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 import headstart
+from configs.loading import recipe_names
 
 # In the order in which imports may point: each package may use those before it.
 PACKAGES = ("configs", "heads", "infer", "train")
@@ -123,7 +124,8 @@ def test_version_agrees(repository: Path) -> None:
 
 @pytest.mark.parametrize("name", headstart._COMMANDS)
 def test_command_interface(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each command explains itself, and the example it gives is one that its own parser accepts."""
+    """Each command explains itself, and the examples it gives are ones that its own parser accepts, of recipes that are
+    shipped."""
     with pytest.raises(SystemExit) as stop:
         headstart.main([name, "--help"])
     assert stop.value.code == 0
@@ -135,6 +137,8 @@ def test_command_interface(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     lines = [line.strip().removeprefix("$ ") for line in example.splitlines()]
     commands = [shlex.split(line, comments=True) for line in lines if line.startswith(f"headstart {name}")]
     assert commands, f"the example of {name} shows no `headstart {name}`"
+    for recipe in (words[2] for words in commands if name in ("compare", "features", "plan", "train")):
+        assert recipe in recipe_names() or recipe.endswith(".yaml") or recipe.startswith("--"), recipe
     for words in commands:
         stop_at = next((index for index, word in enumerate(words) if word in ("|", ">", "&&")), len(words))
         parser.parse_args(words[2:stop_at])

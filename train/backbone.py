@@ -31,18 +31,10 @@ from torch.utils.checkpoint import checkpoint
 
 from configs.schema import BackboneConfig
 from heads.checkpoint import TargetReference
+from heads.lora import Factors, copy_factors, merged_weight, tensor_name, write_adapter
 from heads.unroll import Batch
-from infer.adapter import (
-    ADAPTED,
-    ADAPTER_FOLDER,
-    BASE_FINGERPRINT,
-    DTYPE,
-    Factors,
-    adapted_layer,
-    merged_weight,
-    tensor_name,
-    write_adapter,
-)
+from infer.adapter import ADAPTED, ADAPTER_FOLDER, BASE_FINGERPRINT, DTYPE, adapted_layer
+from infer.chat import Rendered
 from infer.machine import dtype_name
 from infer.target import TargetModel
 from train.features import log_normalizer
@@ -80,7 +72,7 @@ class AdaptedBackbone:
         self._named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._check_layers()
         if factors is not None:
-            self._fill(factors)
+            copy_factors(self._factors(), factors, wanted="the recipe's backbone section describes")
         self._lm_head = target.lm_head_weight.to(dtype)
         self._served: TargetModel | None = None
         self._served_step = -1
@@ -99,10 +91,9 @@ class AdaptedBackbone:
     def learning_rate(self, head_rate: float, fraction: float) -> float:
         return head_rate * self.settings.lr_factor * min(1.0, max(0.0, fraction - self.settings.warmup) / RAMP)
 
-    def begin(self, batches: Sequence[Batch]) -> JointStep:
-        """One optimiser step over `batches` of the unadapted target's states."""
-        num_labels = sum(len(_rows_before_answers(batch)) for batch in batches)
-        return JointStep(self, num_labels=num_labels)
+    def begin(self, rows: Sequence[Rendered]) -> JointStep:
+        """One optimiser step over the conversations `rows`, of all processes."""
+        return JointStep(self, num_labels=sum(sum(row.loss_mask[1:]) for row in rows))
 
     def states(self, batch: Batch) -> tuple[Batch, torch.Tensor]:
         """The batch with the adapted target's states in the place of the original's, and its `last` [R, H] apart.
@@ -214,7 +205,9 @@ class AdaptedBackbone:
     def _surprise(self, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
         """Summed -log p of the text's own tokens after `rows`."""
         logits = (batch.last[rows].float() * self._lm_head[batch.token_ids[rows + 1]].float()).sum(-1)
-        return (batch.log_normalizer[rows] - logits).sum()
+        normalizer = batch.log_normalizer  # none where the head's own law does not need it (train.teacher)
+        known = log_normalizer(batch.last[rows], self._lm_head) if normalizer is None else normalizer[rows]
+        return (known - logits).sum()
 
     # The adapter
 
@@ -228,20 +221,6 @@ class AdaptedBackbone:
         for name, parameter in self._named.items():  # a layer's A comes before its B
             factors.setdefault(_split(name)[0], []).append(parameter.detach())
         return {layer: (down, up) for layer, (down, up) in factors.items()}
-
-    def _fill(self, factors: Factors) -> None:
-        own = self._factors()
-        problems = sorted(own.keys() ^ factors.keys()) or [
-            layer for layer, pair in own.items() if [one.shape for one in pair] != [one.shape for one in factors[layer]]
-        ]
-        if problems:
-            raise ValueError(
-                f"the saved adapter is not the one that the recipe's backbone section describes: they differ at "
-                f"{len(problems)} layers, such as {problems[0]}"
-            )
-        for layer, pair in own.items():
-            for mine, given in zip(pair, factors[layer], strict=True):
-                mine.copy_(given)
 
     def _check_layers(self) -> None:
         """peft adapts by name, and names may recur outside of the decoder's layers, where the LM head is."""
@@ -264,21 +243,24 @@ class AdaptedBackbone:
 
 
 class JointStep:
-    """One optimiser step of head and adapter, batch by batch. num_labels: of the language loss, in all batches."""
+    """One optimiser step of head and adapter, batch by batch. num_labels: of the language loss, in the whole step."""
 
     def __init__(self, backbone: AdaptedBackbone, *, num_labels: int) -> None:
         self._backbone, self._num_labels, self._total = backbone, max(1, num_labels), 0.0
 
-    def forward(self, batch: Batch) -> tuple[Batch, torch.Tensor]:
-        """The batch with the adapted target's states, and the weighted loss that goes with it."""
+    def forward(self, batch: Batch, *, weight: float = 1.0) -> tuple[Batch, torch.Tensor]:
+        """A batch of the unadapted target's states with the adapted one's, and the weighted loss that goes with it.
+
+        weight: 0 where the batch does not count.
+        """
         adapted, last = self._backbone.states(batch)
         loss = self._backbone.language_loss(batch, last)
-        self._total += float(loss.detach())
-        return adapted, loss * (self._backbone.settings.loss_weight / self._num_labels)
+        self._total += weight * float(loss.detach())
+        return adapted, loss * (weight * self._backbone.settings.loss_weight / self._num_labels)
 
     @property
     def loss(self) -> float:
-        """The language loss of a label, on average."""
+        """This process's part of the language loss of a label, on average."""
         return self._total / self._num_labels
 
 
@@ -292,6 +274,11 @@ def _rows_before_answers(batch: Batch) -> torch.Tensor:
 
 def _modules_to_adapt(target: TargetModel, asked: Sequence[str] | None) -> tuple[str, ...]:
     """The last names of the linear layers to adapt, all of them in the decoder's layers."""
+    if target.quantization or target.adapter_name or getattr(target.model, "hf_device_map", None):
+        raise ValueError(
+            f"backbone.lora_rank trains {target.name} along with its head, which takes its whole weights on one "
+            "device: leave out target.quantization and target.device_map, and merge target.adapter into its folder"
+        )
     present = {
         name.rpartition(".")[-1]
         for layer in target.layers

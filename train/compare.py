@@ -25,11 +25,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from configs.loading import dump_config, load_config
-from configs.schema import RunConfig
-from heads.checkpoint import WEIGHTS_FILE, present_folder, read_card, recover_folder
+from configs.schema import RunConfig, TeacherLaw
+from heads.checkpoint import WEIGHTS_FILE, present_folder, read_card, recover_folder, staged_file
 from infer.drafters import NO_DRAFT, load_drafter, parse_spec
 from infer.drafters.spec import FOLDER
 from infer.engine import Engine
@@ -37,7 +35,8 @@ from infer.evaluate import DEFINITION, EvalPrompt
 from infer.machine import dtype_name, machine_facts
 from infer.target import TargetModel
 from train.corpus.dataset import TrainingData, load_data
-from train.features import CachedFeatures, OnlineFeatures, RowFeatures, rows_hash
+from train.features import CachedFeatures, make_features
+from train.features.filling import fill
 from train.measures import (
     ANY_RULE,
     Cell,
@@ -71,8 +70,9 @@ _SET_HERE = {
     "train.seed": "--seed",
 }
 # Settings that say where things are and what is kept, not what is trained.
-_FREE = {"target", "tracking", "data.train", "data.eval"} | {
-    f"train.{key}" for key in ("feature_cache", "feature_cache_gb", "log_every", "save_every", "save_minutes")
+_FREE = {"target", "tracking", "deepspeed", "data.train", "data.eval", "data.decontaminate", "eval.samples"} | {
+    f"train.{key}"
+    for key in ("feature_cache", "feature_cache_gb", "keep_checkpoints", "log_every", "save_every", "save_minutes")
 }
 
 
@@ -217,10 +217,8 @@ class Comparison:
         }
 
     def save(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / f".{STATE_FILE}.partial"
-        partial.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-        partial.replace(self.folder / STATE_FILE)
+        with staged_file(self.folder / STATE_FILE) as new:
+            new.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
@@ -292,6 +290,7 @@ def _on_equal_terms(config: RunConfig, first: RunConfig) -> RunConfig:
         eval_every=first.train.eval_every,
         feature_cache=first.train.feature_cache,
         feature_cache_gb=first.train.feature_cache_gb,
+        feature_dtype=first.train.feature_dtype,
     )
     return replace(config, train=settings, eval=first.eval)
 
@@ -360,7 +359,7 @@ def compare(
         for contender in pending:
             with _noted(comparison, contender, notice):
                 notice(f"== training {contender.name}")
-                _train(contender, comparison, target, recomputed.get(contender.name, 0), notice)
+                _train(contender, comparison, target, recomputed, notice)
     for contender in contenders:
         if comparison.entries[contender.name].error is None:
             with _noted(comparison, contender, notice):
@@ -378,7 +377,7 @@ def _load_data(config: RunConfig, target: TargetModel) -> TrainingData:
 def _identity(target: TargetModel, budget: Budget | None, data: TrainingData | None) -> dict[str, Any]:
     identity: dict[str, Any] = {"target": target.fingerprint, "target_dtype": dtype_name(target.dtype)}
     if budget is not None and data is not None:
-        identity |= {**asdict(budget), "data_hash": rows_hash(data.rows)}
+        identity |= {**asdict(budget), "data_hash": data.data_hash}
     return identity
 
 
@@ -504,35 +503,6 @@ def _clear_unfinished(folder: Path) -> None:
 # The states of the text
 
 
-class _Pool:
-    """The states of the row asked for last, of all the taps that anyone wants."""
-
-    def __init__(self, target: TargetModel, rows: Sequence[Any], taps: Sequence[int]) -> None:
-        self.taps = tuple(sorted(set(taps)))
-        self._online = OnlineFeatures(target, rows, self.taps)
-        self._index = -1
-        self._features: RowFeatures | None = None
-
-    def get(self, index: int) -> RowFeatures:
-        if self._features is None or self._index != index:
-            self._index, self._features = index, self._online.get(index)
-        return self._features
-
-
-class _PooledFeatures(OnlineFeatures):
-    """Features for some of a pool's taps."""
-
-    def __init__(self, target: TargetModel, rows: Sequence[Any], taps: Sequence[int], pool: _Pool) -> None:
-        super().__init__(target, rows, taps)
-        size = target.hidden_size
-        self._pool = pool
-        self._columns = [slice(place * size, (place + 1) * size) for place in map(pool.taps.index, taps)]
-
-    def get(self, index: int) -> RowFeatures:
-        features = self._pool.get(index)
-        return replace(features, taps=torch.cat([features.taps[:, columns] for columns in self._columns], dim=-1))
-
-
 def _warm(
     pending: Sequence[Contender],
     taps: Mapping[str, tuple[int, ...]],
@@ -540,33 +510,27 @@ def _warm(
     target: TargetModel,
     data: TrainingData,
     notice: Notice,
-) -> dict[str, int]:
-    """Compute and keep the states that the runs will read; returns the rows that each run must compute itself."""
+) -> int:
+    """Compute and keep the states that the runs will read, of the taps of all; returns the rows that did not fit, and
+    that each run computes itself at every visit."""
     configs = [contender.config for contender in pending if contender.config is not None]
     settings = configs[0].train
     if not settings.feature_cache or not settings.feature_cache_gb:
-        return {config.name: len(data.rows) for config in configs}
-    wanted = list(dict.fromkeys(taps[config.name] for config in configs))
-    pool = _Pool(target, data.rows, [tap for one in wanted for tap in one])
-    caches: dict[tuple[int, ...], CachedFeatures] = {
-        one: CachedFeatures(
-            _PooledFeatures(target, data.rows, one, pool),
-            target,
-            data.rows,
-            one,
-            folder=comparison.folder / ".features",
-            max_bytes=int(settings.feature_cache_gb * 1e9),
-        )
-        for one in wanted
-    }
+        return len(data.rows)
+    all_taps = sorted({tap for config in configs for tap in taps[config.name]})
+    wanted = replace(configs[0], train=replace(settings, teacher=_common_teacher(configs)))
+    source = make_features(wanted, target, taps=all_taps, folder=comparison.folder, rows=data.rows, notice=notice)
+    assert isinstance(source, CachedFeatures)
     start = time.perf_counter()
-    notice(f"== computing the target's states for {len(data.rows)} rows, of taps {list(pool.taps)}")
-    for index in range(len(data.rows)):
-        for cache in caches.values():
-            if index < cache.num_cached_rows:
-                cache.get(index)  # a row is kept at its first visit
+    notice(f"== computing the target's states for {len(data.rows)} rows, of taps {all_taps}")
+    account = fill(source, data.rows)
     comparison.feature_seconds += time.perf_counter() - start
-    return {config.name: len(data.rows) - caches[taps[config.name]].num_cached_rows for config in configs}
+    return account.beyond.rows
+
+
+def _common_teacher(configs: Sequence[RunConfig]) -> TeacherLaw:
+    """That whose features serve all recipes."""
+    return "full" if any(config.train.teacher == "full" for config in configs) else "draft"
 
 
 # Measuring

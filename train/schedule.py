@@ -29,14 +29,14 @@ class Progress:
         )
 
 
-def fraction_done(progress: Progress, settings: TrainSettings, num_rows: int) -> float:
+def fraction_done(progress: Progress, settings: TrainSettings, num_rows: int | None) -> float:
     """Share of the budget used, 1 at its end; the budget nearest its end decides."""
     shares = []
     if settings.steps is not None:
         shares.append(progress.step / settings.steps)
     if settings.minutes is not None:
         shares.append(progress.seconds / (60 * settings.minutes))
-    if settings.epochs is not None:
+    if settings.epochs is not None and num_rows is not None:
         shares.append(progress.visits / (settings.epochs * num_rows))
     return min(1.0, max(shares))
 

@@ -8,30 +8,86 @@ from typing import Any
 
 import torch
 
-from configs.schema import FAMILY_SETTINGS, TRAINING_SETTINGS, HeadSettings, RunConfig
+from configs.schema import FAMILY_SETTINGS, TRAINING_SETTINGS, HeadSettings, RunConfig, TargetConfig
 from heads.base import DraftHead
-from heads.checkpoint import load_head
+from heads.checkpoint import check_relative, load_head
 from heads.registry import FAMILIES
 from heads.vocab import DraftVocabulary, VocabularyProvenance, always_kept_ids
 from infer.adapter import Adapter
 from infer.chat import tokenizer_hash
-from infer.target import DTYPES, TargetModel
+from infer.machine import dtype_name
+from infer.target import DTYPES, TargetModel, resolve_device
 from train.backbone import AdaptedBackbone
 from train.corpus.dataset import TrainingData
-from train.features import rows_hash
+from train.features import StoredTarget, TrainingTarget
+from train.sharded import readable, shard_target
+from train.world import World
 
 
-def load_target(config: RunConfig, *, dtype: str | None = None) -> TargetModel:
-    """The frozen target. A resumed run passes the dtype that `auto` chose at first."""
-    return TargetModel.load(config.target.model, dtype=dtype or config.target.dtype, device=config.target.device)
+def load_target(config: RunConfig, world: World, *, dtype: str | None = None) -> TrainingTarget:
+    """What is trained for: the frozen target, or what `target.features` holds of it."""
+    if config.target.features is not None:
+        return _load_stored(config.target, world)
+    return load_model(config, world, dtype=dtype)
 
 
-def compute_dtype(config: RunConfig, target: TargetModel) -> torch.dtype:
+def load_model(config: RunConfig, world: World, *, dtype: str | None = None) -> TargetModel:
+    """The frozen target, in every process. A resumed run passes the dtype that `auto` chose at first; of several
+    processes the main one chooses, since the choice rests on timing.
+    """
+    chosen = dtype if dtype is not None and config.target.dtype == "auto" else config.target.dtype
+    if world.is_main or chosen != "auto":
+        target = _load(config.target, world, chosen)
+    if chosen == "auto":
+        chosen = world.broadcast(dtype_name(target.dtype) if world.is_main else "")
+        target = target if world.is_main else _load(config.target, world, chosen)
+    return _shared_out(config.target, world, target)
+
+
+def _load(settings: TargetConfig, world: World, dtype: str) -> TargetModel:
+    device = "auto" if settings.device_map else world.device(settings.device)
+    if settings.device_map and world.size > 1:
+        raise ValueError(
+            f"target.device_map spreads one target over this machine's devices, and each of {world.size} processes "
+            "would do so: use target.sharded, or one process"
+        )
+    if settings.sharded and world.size > 1:  # loaded in CPU memory; its layers go to a GPU in parts, one by one
+        dtype = "bfloat16" if dtype == "auto" and resolve_device(device) != "cpu" else dtype
+        device = "cpu"
+    return TargetModel.load(
+        settings.model,
+        dtype=dtype,
+        device=device,
+        adapter=settings.adapter,
+        quantization=settings.quantization,
+        device_map=settings.device_map,
+    )
+
+
+def _shared_out(settings: TargetConfig, world: World, target: TargetModel) -> TargetModel:
+    if not settings.sharded:
+        return target
+    return shard_target(target, world, device=resolve_device(world.device(settings.device)))
+
+
+def _load_stored(settings: TargetConfig, world: World) -> StoredTarget:
+    assert settings.features is not None
+    target = StoredTarget.load(settings.features, model=settings.model, device=world.device(settings.device))
+    kept = dtype_name(target.dtype)
+    if settings.dtype not in ("auto", kept):
+        raise ValueError(
+            f"target.dtype is {settings.dtype}, and the features in {settings.features} are of the target in {kept}: "
+            "leave it at auto"
+        )
+    return target
+
+
+def compute_dtype(config: RunConfig, target: TrainingTarget) -> torch.dtype:
     """`auto` follows the target, whose dtype was chosen by what this machine computes quickly."""
     return target.dtype if config.train.dtype == "auto" else DTYPES[config.train.dtype]
 
 
-def make_head(config: RunConfig, target: TargetModel, data: TrainingData) -> DraftHead:
+def make_head(config: RunConfig, target: TrainingTarget, data: TrainingData) -> DraftHead:
     """A head that was never trained, or the one that `head.init_from` names."""
     if config.head.init_from is not None:
         return _warm_start(config, target, config.head.init_from)
@@ -42,21 +98,22 @@ def make_head(config: RunConfig, target: TargetModel, data: TrainingData) -> Dra
         draft_vocab_size=len(vocabulary),
         vocab_size=target.vocab_size,
         taps=config.head.taps,
-        **_family_settings(config.head),
+        **family_settings(config.head),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
         head = family.head(head_config, vocabulary)
     if config.head.init == "target":
-        head.init_from_target(
-            layer=target.layers[-1],
-            final_norm=target.final_norm,
-            lm_head_weight=target.lm_head_weight,
-        )
+        with readable(target):
+            head.init_from_target(
+                layer=target.layers[-1],
+                final_norm=target.final_norm,
+                lm_head_weight=target.lm_head_weight,
+            )
     return head
 
 
-def _family_settings(settings: HeadSettings) -> dict[str, Any]:
+def family_settings(settings: HeadSettings) -> dict[str, Any]:
     """The settings of the head's own family that were given; one of another family's is refused."""
     given = {name: getattr(settings, name) for name in FAMILY_SETTINGS if getattr(settings, name) is not None}
     for name in given:
@@ -70,11 +127,16 @@ def _family_settings(settings: HeadSettings) -> dict[str, Any]:
 
 
 def make_backbone(
-    config: RunConfig, target: TargetModel, head: DraftHead, *, resumed: Path | None = None
+    config: RunConfig, target: TrainingTarget, head: DraftHead, *, resumed: Path | None = None
 ) -> AdaptedBackbone | None:
     """The target's adapter, where the recipe trains one: new, or that of the head in `resumed` or `head.init_from`."""
     if config.backbone.lora_rank is None:
         return None
+    if not isinstance(target, TargetModel):
+        raise ValueError(
+            "backbone.lora_rank trains the target too, and target.features leaves its layers out: set "
+            "target.features=null, or backbone.lora_rank=null"
+        )
     source = resumed or config.head.init_from
     adapter = None if source is None else Adapter.of_head(source)
     goes_on = adapter is not None and adapter.base_fingerprint == target.fingerprint
@@ -88,12 +150,12 @@ def make_backbone(
     )
 
 
-def make_vocabulary(size: int | None, target: TargetModel, data: TrainingData) -> DraftVocabulary:
+def make_vocabulary(size: int | None, target: TrainingTarget, data: TrainingData) -> DraftVocabulary:
     """The most frequent label tokens, and all that must be kept; None for no reduction."""
     provenance = VocabularyProvenance(
         target_fingerprint=target.fingerprint,
         tokenizer_hash=tokenizer_hash(target.tokenizer),
-        data_hash=rows_hash(data.rows),
+        data_hash=data.data_hash,
     )
     if size is None or size >= target.vocab_size:
         return replace(DraftVocabulary.full(target.vocab_size), provenance=provenance)
@@ -101,7 +163,7 @@ def make_vocabulary(size: int | None, target: TargetModel, data: TrainingData) -
         data.label_counts,
         size=size,
         vocab_size=target.vocab_size,
-        keep_ids=always_kept_ids(target.tokenizer, target.eos_ids),
+        keep_ids=always_kept_ids(target.tokenizer, target.eos_ids, used_ids=data.label_counts),
         provenance=provenance,
     )
 
@@ -113,17 +175,19 @@ def label_coverage(data: TrainingData, vocabulary: DraftVocabulary) -> float:
     return sum(count for token, count in counts.items() if token in inside) / max(1, counts.total())
 
 
-def _warm_start(config: RunConfig, target: TargetModel, folder: str) -> DraftHead:
+def _warm_start(config: RunConfig, target: TrainingTarget, folder: str) -> DraftHead:
     settings = config.head
     head, card = load_head(folder)
     adapter = Adapter.of_head(folder)
-    if adapter is not None and target.fingerprint == adapter.base_fingerprint:
+    if settings.lora_rank is not None:
+        check_relative(card, target.reference)
+    elif adapter is not None and target.fingerprint == adapter.base_fingerprint:
         _check_goes_on(config, folder)
     else:
         target.check_card(card)
     if card.family != settings.type:
         raise ValueError(f"head.type is {settings.type}, but the head in {folder} is of type {card.family}")
-    for name, given in _family_settings(settings).items():
+    for name, given in family_settings(settings).items():
         if name in TRAINING_SETTINGS:
             head.config = replace(head.config, **{name: given})
         elif getattr(head.config, name, given) != given:

@@ -2,23 +2,28 @@
 
     runs/NAME/config.yaml       the whole configuration
              last/ best/        augmented model folders; last/trainer.pt holds the state that a resumed run needs
+             checkpoints/       earlier states, in case the last is damaged
              metrics.jsonl      every figure, with markers where a run was resumed
-             summary.json acceptance.png wandb/
+             summary.json acceptance.png report.html wandb/
 
 A step is: fetch the rows' features, unroll the head over them, sum gradients, update. The target stays as it is, unless
 the recipe trains an adapter for it (`train.backbone`), which then goes where the head goes. All that decides a step
 follows from the configuration, the weights, the optimiser's state and `Progress`; random choices are drawn from (seed,
-step). So a run resumed from any checkpoint takes the same steps as one that was never stopped: bit for bit on a CPU
-with a budget in steps or epochs. (A budget in minutes goes on from the minutes used; its schedule follows the clock.)
+visit). So a run resumed from any checkpoint takes the same steps as one that was never stopped: bit for bit on a CPU
+with a budget in steps or epochs and as many processes, and over the same rows with another number of them or other
+batches. (A budget in minutes goes on from the minutes used; its schedule follows the clock.)
+
+Of several processes the main one writes, prints and decodes; the others wait where it does.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +32,42 @@ import torch
 from configs.loading import write_config
 from configs.schema import RunConfig
 from heads.base import DraftHead
-from heads.checkpoint import HeadCard, load_head, read_card, recover_folder, save_head
+from heads.checkpoint import CARD_FILE, HeadCard, load_head, read_card, recover_folder, save_head
+from heads.lora import LORA
 from heads.unroll import Batch
 from infer.adapter import BACKBONE
 from infer.chat import Rendered
 from infer.evaluate import AcceptanceReport
 from infer.machine import dtype_name
 from infer.target import TargetModel
-from train.corpus.dataset import TrainingData, VisitOrder, load_data, source_of
-from train.evaluation import decode_acceptance, decode_speed, teacher_forced
-from train.features import CachedFeatures, FeatureSource, OnlineFeatures, rows_hash
-from train.reports.report import plot_run
-from train.reports.tracking import MetricsFile, NoTracker, Tracker, open_tracker
+from train.batch import computing_in, pack_batch
+from train.checkpoints import Checkpoints, write_checksums
+from train.corpus.dataset import TrainingData, load_data, source_of
+from train.evaluator import Evaluator
+from train.features import TrainingTarget, make_features
+from train.head_adapter import adapt_head
+from train.memory import keep_freed_memory
+from train.reports.evaluation import Evaluation
+from train.reports.run_log import RunLog, open_log
+from train.reports.tracking import Tracker
 from train.run_state import Best, RunState
 from train.schedule import Progress, fraction_done, is_due, learning_rate, num_unrolled
 from train.setup import compute_dtype, label_coverage, load_target, make_backbone, make_head
+from train.step import Objective, StepPlan, StepTotals, as_arguments, check_shares, check_step_weights, plan_step
 from train.stop import StopRequest
-from train.unroll import StepFigures, Teacher, plan_rows, unrolled_loss
+from train.unroll import Teacher
+from train.updater import make_updater
+from train.world import World
 
-EVALUATED_DEPTHS = 5
-HELD_OUT_BATCH = 4
 NOTICE_SECONDS = 10.0
 """Least time between two progress lines; `metrics.jsonl` has every `train.log_every` steps."""
-
-_ACCEPTANCE_KEYS = ("accepted_length", "acceptance", "agreement", "overlap", "speed", "drift")
-
-Evaluate = Callable[[TargetModel, DraftHead], AcceptanceReport]
+Decode = Callable[[TargetModel, DraftHead], AcceptanceReport]
 Notice = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """Figures of one optimiser step, for the log."""
+    """Figures of one optimiser step over all processes, for the log. times: seconds by part, of this process."""
 
     loss: float
     gradient_norm: float
@@ -68,7 +77,17 @@ class StepRecord:
     overlap_by_depth: tuple[float, ...]
     num_tokens: int
     seconds: float
+    times: Mapping[str, float]
     backbone: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """A checkpoint to go on from, read from `place`."""
+
+    place: Path
+    state: RunState
+    head: DraftHead
 
 
 def train(
@@ -76,37 +95,40 @@ def train(
     *,
     runs_folder: Path | str = "runs",
     resume: bool = False,
-    target: TargetModel | None = None,
-    evaluate: Evaluate | None = None,
+    target: TrainingTarget | None = None,
+    evaluate: Decode | None = None,
     tracker: Tracker | None = None,
     notice: Notice = print,
+    world: World | None = None,
 ) -> dict[str, Any]:
-    """Run the recipe and return its summary. `target`, `evaluate` and `tracker` stand in for the real ones."""
+    """Run the recipe and return its summary. `target`, `evaluate` (decoding) and `tracker` stand in for the real ones.
+
+    Started by `torchrun` or `deepspeed` this is one of several processes (`world`); all return the same summary.
+    """
+    world = World.from_environment() if world is None else world
+    check_shares(config.optim, processes=world.size)
+    notice = world.voice(notice)
+    world.start()
     folder = Path(runs_folder) / config.name
-    state = RunState.read(folder) if resume else None
-    if state is not None:
-        state.check_config(config)
-    else:
-        _refuse_existing(folder)
-    if target is None:
-        chosen = state.identity["target_dtype"] if state is not None and config.target.dtype == "auto" else None
-        target = load_target(config, dtype=chosen)
-    data = load_data(
-        config.data,
-        target.tokenizer,
-        seed=config.train.seed,
-        max_prompt_tokens=target.max_length - config.eval.max_tokens,
-    )
-    trainer = Trainer(config, target, data, folder=folder, state=state, evaluate=evaluate, notice=notice)
-    trainer.tracker = tracker or open_tracker(
-        config.tracking,
-        folder=folder,
-        name=config.name,
-        config=asdict(config),
-        run_id=trainer.state.run_id,
-        notice=notice,
-    )
-    return trainer.run()
+    checkpoints = Checkpoints(folder, keep=config.train.keep_checkpoints)
+    with checkpoints.claimed() if world.is_main else nullcontext():
+        if world.is_main and not resume:
+            _refuse_existing(checkpoints)
+        resumed = world.broadcast(_read_checkpoint(checkpoints, config, notice) if resume and world.is_main else None)
+        if target is None:
+            dtype = None if resumed is None else resumed.state.identity["target_dtype"]
+            target = load_target(config, world, dtype=dtype)
+        data = load_data(
+            config.data,
+            target.tokenizer,
+            seed=config.train.seed,
+            max_prompt_tokens=target.max_length - config.eval.max_tokens,
+        )
+        if torch.device(target.device).type == "cpu":
+            keep_freed_memory()
+        trainer = Trainer(config, target, data, checkpoints, world, resumed=resumed, decode=evaluate, notice=notice)
+        with open_log(config, folder, world, run_id=trainer.state.run_id, tracker=tracker, notice=notice) as log:
+            return trainer.run(log)
 
 
 class Trainer:
@@ -115,65 +137,63 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        target: TargetModel,
+        target: TrainingTarget,
         data: TrainingData,
+        checkpoints: Checkpoints,
+        world: World,
         *,
-        folder: Path,
-        state: RunState | None,
-        evaluate: Evaluate | None,
+        resumed: Resumed | None,
+        decode: Decode | None,
         notice: Notice,
     ) -> None:
-        """`state` is that of the checkpoint to go on from; its head is read from beside it."""
-        self.config, self.target, self.data, self.folder, self.notice = config, target, data, folder, notice
-        self.evaluate = evaluate or self._decode
-        self.measure_speed = self._time_decoding if evaluate is None else lambda target, head: {}
+        self.config, self.target, self.data, self.world, self.notice = config, target, data, world, notice
+        self.checkpoints, self.folder = checkpoints, checkpoints.folder
         self.dtype = compute_dtype(config, target)
-        identity = {
-            "data_hash": rows_hash(data.rows),
-            "target_fingerprint": target.fingerprint,
-            "target_dtype": dtype_name(target.dtype),
-        }
-        if state is not None:
-            state.check_identity(identity, folder)
-        head = make_head(config, target, data) if state is None else load_head(folder / "last")[0]
-        self.head = head.to(target.device).bind(target.weights).train()
-        self.backbone = make_backbone(
-            config, target, self.head, resumed=None if state is None else recover_folder(folder / "last")
-        )
-        groups = [list(self.head.parameters())] + ([] if self.backbone is None else [self.backbone.parameters])
-        self.parameters = [parameter for group in groups for parameter in group]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": group} for group in groups],
-            lr=config.optim.lr,
-            betas=config.optim.betas,
-            weight_decay=config.optim.weight_decay,
-            fused=True,
-        )
-        if state is not None:
-            self.optimizer.load_state_dict(state.optimizer)
-        self.state = state or RunState(config=config, identity=identity)
+        self.state = self._first_state() if resumed is None else resumed.state
+        self.state.check_identity(self._identity(), self.folder)
         self.state.config = config
+        checkpoints.key = self.state.key
+        self.head = self._first_head() if resumed is None or config.head.lora_rank is not None else resumed.head
+        self.head.to(target.device).bind(target.weights).train()
+        check_step_weights(config.train, self.head.num_depths)
+        place = None if resumed is None else resumed.place
+        self.adapter = adapt_head(config, self.head, world, resumed=place)
+        self.backbone = make_backbone(config, target, self.head, resumed=place)
         lm_head_rows = target.lm_head_weight.index_select(0, self.head.target_ids)
         self.teacher = Teacher(weight=lm_head_rows.to(self.dtype))
-        self.features = self._make_features()
-        self.order = VisitOrder(len(data.rows), seed=config.train.seed)
-        self.tracker: Tracker = NoTracker()
-        self.metrics = MetricsFile(folder)
-        self._held_out: list[Batch] = []
+        self.objective = Objective(self.head, self.teacher, config.train)
+        own = list(self.head.parameters()) if self.adapter is None else self.adapter.parameters
+        groups = [own] + ([] if self.backbone is None else [self.backbone.parameters])
+        self.updater = make_updater(config, self.objective, groups, world, target.device)
+        if resumed is not None:
+            self.updater.load(self.state.optimizer)
+            data.visits.seek(self.state.progress.visits, self.state.visits)
+        self.features = make_features(
+            config,
+            target,
+            taps=self.head.config.taps,
+            folder=self.folder.parent,
+            world=world,
+            rows=None if data.num_rows is None else [*data.rows, *data.held_out],
+            notice=notice,
+        )
+        self.evaluator = Evaluator(config, target, data, self.teacher, dtype=self.dtype, decode=decode)
+        self.log = RunLog.silent()
         self._records: list[StepRecord] = []
         self._evaluated_step = -1
         self._noticed = -NOTICE_SECONDS
 
     # The loop
 
-    def run(self) -> dict[str, Any]:
+    def run(self, log: RunLog) -> dict[str, Any]:
+        self.log = log
         self._announce()
         with StopRequest() as stop:
             status = self._loop(stop)
             if status != "interrupted" and self._evaluated_step != self.state.progress.step:
                 self._evaluate()
-            self._save_last()
-        return self._finish(status)
+            self._save_last(is_final=True)
+        return self.world.broadcast(self._finish(status) if self.world.is_main else {})
 
     def _loop(self, stop: StopRequest) -> str:
         """Steps until the budget is used, patience is at its end, or someone asks to stop; says which."""
@@ -183,11 +203,11 @@ class Trainer:
             if self._evaluation_due(before):
                 self._evaluate()
                 self._save_last()
-                if self._should_stop():
+                if self._out_of_patience():
                     return "stopped early"
             elif self._save_due(record):
                 self._save_last()
-            if stop.requested:
+            if any(self.world.max([float(stop.requested)])):  # of any process
                 return "interrupted"
         return "finished"
 
@@ -195,192 +215,120 @@ class Trainer:
         start = time.perf_counter()
         config, progress = self.config, self.state.progress
         num_steps = self.head.num_depths or num_unrolled(config.train, fraction)
-        batches = self._next_batches(progress)
-        generator = torch.Generator().manual_seed(config.train.seed * 1_000_003 + progress.step)
-        plans = [
-            plan_rows(batch.loss_mask, batch.lengths, num_steps, keep_share=config.train.ttt_keep, generator=generator)
-            for batch in batches
-        ]
-        num_labels = [sum(len(plan[step]) for plan in plans) for step in range(num_steps)]
-        weights = [config.train.step_decay**step / max(1, count) for step, count in enumerate(num_labels)]
-        if not num_labels[0]:
-            self.notice(f"step {progress.step}: no label in any of its rows, nothing is learnt")
-        joint = self.backbone.begin(batches) if self.backbone is not None and self.backbone.trains(fraction) else None
-        figures: list[StepFigures] = []
-        loss = 0.0
-        for batch, plan in zip(batches, plans, strict=True):
-            if not len(plan[0]):
-                continue
-            with self._autocast():
-                batch, kept = (batch, 0.0) if joint is None else joint.forward(batch)
-                part, part_figures = unrolled_loss(
-                    self.head,
-                    batch,
-                    plan,
-                    self.teacher,
-                    loss=config.train.loss,
-                    step_weights=weights,
-                    generator=generator,
-                )
-            part = part + kept
-            part.backward()
-            loss += float(part.detach())
-            figures.extend(part_figures)
-        lr = learning_rate(progress, config.optim, fraction)
-        rates = [lr] + ([] if self.backbone is None else [self.backbone.learning_rate(lr, fraction)])
-        gradient_norm = self._update(rates)
-        self._check_finite(loss, gradient_norm, progress)
-        num_tokens = sum(len(batch) for batch in batches)
-        seconds = time.perf_counter() - start
-        visits = sum(len(batch.lengths) for batch in batches)
-        self.state.progress = progress.advanced(visits=visits, tokens=num_tokens, seconds=seconds)
+        plan = plan_step(self._visited(progress), num_steps=num_steps, settings=config.train)
+        rates = [lr := learning_rate(progress, config.optim, fraction)]
+        rates += [] if self.backbone is None else [self.backbone.learning_rate(lr, fraction)]
+        is_joint = self.backbone is not None and self.backbone.trains(fraction)
+        own, times = self._gradients(plan, is_joint=is_joint)
+        totals = own.over(self.world)
+        update_start = time.perf_counter()
+        gradient_norm = self.updater.update(rates) if plan.num_labels[0] else 0.0
+        times["update"] = time.perf_counter() - update_start
+        self._check_finite(totals.loss, gradient_norm, plan)
+        (seconds,) = self.world.max([time.perf_counter() - start])
+        self.state.progress = progress.advanced(visits=len(plan.visits), tokens=int(totals.tokens), seconds=seconds)
         return StepRecord(
-            loss=loss,
+            loss=totals.loss,
             gradient_norm=gradient_norm,
             lr=lr,
             num_steps=num_steps,
-            loss_by_depth=_mean_by_depth(figures, num_steps, "loss"),
-            overlap_by_depth=_mean_by_depth(figures, num_steps, "overlap"),
-            num_tokens=num_tokens,
+            loss_by_depth=totals.loss_by_depth,
+            overlap_by_depth=totals.overlap_by_depth,
+            num_tokens=int(totals.tokens),
             seconds=seconds,
-            backbone={} if joint is None else {"backbone_loss": joint.loss, "backbone_lr": rates[1]},
+            times=times,
+            backbone={"backbone_loss": totals.backbone_loss, "backbone_lr": rates[1]} if is_joint else {},
         )
 
-    def _update(self, rates: Sequence[float]) -> float:
-        """`rates`: of the head's parameters, and of the adapter's if there is one."""
-        clip = self.config.optim.grad_clip
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, float("inf") if clip is None else clip)
-        for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = lr
-        if bool(torch.isfinite(norm)):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+    def _gradients(self, plan: StepPlan, *, is_joint: bool) -> tuple[StepTotals, dict[str, float]]:
+        """Add up this process's part of the step's gradients; what its rows showed, and seconds by part."""
+        weights = plan.label_weights(self.config.train)
+        totals, times = StepTotals.empty(plan.num_steps), {"features": 0.0, "head": 0.0}
+        passes = plan.passes(self.world, self.config.optim.batch_size)
+        joint = None
+        if self.backbone is not None and is_joint:
+            joint = self.backbone.begin([visit.row for visit in plan.visits if visit.has_labels])
+        for number, part in enumerate(passes, start=1):
+            start = time.perf_counter()
+            batch = self._pack(part.rows)
+            packed = time.perf_counter()
+            with computing_in(self.dtype, self.target.device):
+                adapted, kept = (batch, None) if joint is None else joint.forward(batch, weight=part.weight)
+                loss, figures = self.updater.loss(**as_arguments(part, adapted, weights))
+            loss = loss if kept is None else loss + kept
+            self.updater.backward(loss, is_last=number == len(passes))
+            if part.weight:
+                totals.add(float(loss.detach()), len(batch), figures)
+            times["features"] += packed - start
+            times["head"] += time.perf_counter() - packed
+        totals.backbone_loss = 0.0 if joint is None else joint.loss
+        return totals, times
 
-    def _check_finite(self, loss: float, gradient_norm: float, progress: Progress) -> None:
-        if math.isfinite(loss) and math.isfinite(gradient_norm):
+    def _check_finite(self, loss: float, gradient_norm: float, plan: StepPlan) -> None:
+        step = self.state.progress.step
+        if math.isfinite(loss) and (math.isfinite(gradient_norm) or self.updater.backed_off):
             return
-        sources = ", ".join(source_of(self.data.rows[index]) for index in self._visited(progress))
+        sources = ", ".join(source_of(visit.row) for visit in plan.visits)
         raise ValueError(
-            f"step {progress.step} has loss {loss} and gradient norm {gradient_norm}, on rows {sources}; "
+            f"step {step} has loss {loss} and gradient norm {gradient_norm}, on rows {sources}; "
             "lower optim.lr or look at these rows. The last checkpoint is untouched: --resume goes on from it"
         )
 
     # Data
 
-    def _visited(self, progress: Progress) -> list[int]:
-        optim = self.config.optim
-        count = optim.batch_size * optim.accumulation
-        return [self.order[visit] for visit in range(progress.visits, progress.visits + count)]
+    def _visited(self, progress: Progress) -> list[tuple[int, Rendered]]:
+        first, count = progress.visits, self.config.optim.conversations_per_step
+        return [(visit, self.data.visits.at(visit)) for visit in range(first, first + count)]
 
-    def _next_batches(self, progress: Progress) -> list[Batch]:
-        indices, size = self._visited(progress), self.config.optim.batch_size
-        return [
-            self._pack([self.data.rows[i] for i in group], self.features, group)
-            for group in (indices[start : start + size] for start in range(0, len(indices), size))
-        ]
-
-    def _pack(self, rows: Sequence[Rendered], source: FeatureSource, indices: Sequence[int]) -> Batch:
-        features = [source.get(index) for index in indices]
-        device = self.target.device
-        return Batch(
-            token_ids=torch.tensor([token for row in rows for token in row.token_ids], device=device),
-            loss_mask=torch.tensor([mask for row in rows for mask in row.loss_mask], device=device),
-            lengths=tuple(len(row.token_ids) for row in rows),
-            taps=torch.cat([one.taps for one in features]).to(device, self.dtype),
-            last=torch.cat([one.last for one in features]).to(device, self.dtype),
-            log_normalizer=torch.cat([one.log_normalizer for one in features]).to(device),
-        )
-
-    def _make_features(self) -> FeatureSource:
-        settings, taps = self.config.train, self.head.config.taps
-        online = OnlineFeatures(self.target, self.data.rows, taps)
-        if not settings.feature_cache or not settings.feature_cache_gb:
-            return online
-        cached = CachedFeatures(
-            online,
-            self.target,
-            self.data.rows,
-            taps,
-            folder=self.folder.parent / ".features",
-            max_bytes=int(settings.feature_cache_gb * 1e9),
-        )
-        self.notice(cached.describe())
-        return cached
+    def _pack(self, rows: Sequence[Rendered]) -> Batch:
+        return pack_batch(rows, self.features.get_many(rows), device=self.target.device, dtype=self.dtype)
 
     # Evaluation
 
-    def _decode(self, target: TargetModel, head: DraftHead) -> AcceptanceReport:
-        return decode_acceptance(target, head, self.data.prompts, self.config.eval)
-
-    def _time_decoding(self, target: TargetModel, head: DraftHead) -> dict[str, float]:
-        return decode_speed(target, head, self.data.prompts, self.config.eval)
-
     def _evaluate(self) -> None:
         """Held-out acceptance; the head is saved to best/ if it is the best so far."""
-        start = time.perf_counter()
-        self.head.eval()
-        num_steps = min(self.head.num_depths or EVALUATED_DEPTHS, EVALUATED_DEPTHS)
-        target = self._served()
-        batches = self._held_out_batches(target)
-        with self._autocast():
-            agreement = teacher_forced(self.head, batches, self.teacher, num_steps=num_steps)
-        report = self.evaluate(target, self.head)
-        speed = self.measure_speed(target, self.head)
-        drift = {} if self.backbone is None else self.backbone.drift(self._held_out_batches(self.target), batches)
-        self.head.train()
         step = self.state.progress.step
         self._evaluated_step = step
-        accepted_length = report.by_temperature[self.config.eval.temperatures[0]].accepted_length
-        record = {
-            **self._position(),
-            "accepted_length": accepted_length,
-            "acceptance": report.to_dict(),
-            **agreement,
-            "speed": speed,
-            **({"drift": drift} if drift else {}),
-            "seconds": time.perf_counter() - start,
-        }
-        self.metrics.write("evaluation", record)
-        self.tracker.log(step, _flat_evaluation(report, agreement, speed) | {f"eval/{k}": v for k, v in drift.items()})
+        with self.updater.whole():
+            if self.world.is_main or self.config.target.sharded:
+                evaluation = self._measure(step)
+                if self.world.is_main:
+                    self._keep_if_best(evaluation)
+        self.state.stale_evaluations = self.world.broadcast(self.state.stale_evaluations)
+
+    def _measure(self, step: int) -> Evaluation:
+        head = self._standalone_head()
+        target = self.target if self.backbone is None else self.backbone.served(step)
+        return self.evaluator.evaluate(head, target, step, backbone=self.backbone)
+
+    def _keep_if_best(self, evaluation: Evaluation) -> None:
+        step = self.state.progress.step
+        self.log.evaluation(self._position(), evaluation)
         best = Best.read(self.folder)
-        is_best = best is None or best.beaten_by(accepted_length, step)
+        is_best = best is None or best.beaten_by(evaluation.accepted_length, step)
         self.state.stale_evaluations = 0 if is_best else self.state.stale_evaluations + 1
-        depths = " ".join(f"{share:.3f}" for share in agreement["agreement"])
-        self.notice(
-            f"step {step}: accepted length {accepted_length:.3f} on held-out prompts"
-            f"{' (best)' if is_best else ''}, agreement by depth {depths}"
-            + (f", {speed['speedup']:.2f}x plain" if speed else "")
-            + (f", target {drift['kl']:.4f} nats from the original" if drift else "")
-        )
+        self.notice(f"step {step}: {evaluation.describe()}{' (best)' if is_best else ''}")
         if is_best:
-            save_head(self.folder / "best", self.head, self._card(record), add_files=self._write_backbone)
+            self._save(lambda: self._write_best(evaluation), "the best head", is_final=False)
 
-    def _served(self) -> TargetModel:
-        """The target that verifies the head's drafts."""
-        return self.target if self.backbone is None else self.backbone.served(self.state.progress.step)
+    def _write_best(self, evaluation: Evaluation) -> None:
+        card = self._card(evaluation.for_card())
+        save_head(self.checkpoints.best, self._standalone_head(), card, add_files=self._write_adapters)
 
-    def _held_out_batches(self, target: TargetModel) -> list[Batch]:
-        if target is not self.target:  # it changes from one evaluation to the next
-            return list(self._pack_held_out(target))
-        self._held_out = self._held_out or list(self._pack_held_out(target))
-        return self._held_out
+    def _standalone_head(self) -> DraftHead:
+        """The head apart from whatever trains it; within `updater.whole()`."""
+        if self.adapter is not None:
+            return self.adapter.merged()
+        return self.head if self.config.deepspeed.stage is None else self.head.twin()
 
-    def _pack_held_out(self, target: TargetModel) -> Iterator[Batch]:
-        rows = self.data.held_out[: self.config.eval.prompts]
-        source = OnlineFeatures(target, rows, self.head.config.taps)
-        for first in range(0, len(rows), HELD_OUT_BATCH):
-            indices = range(first, min(first + HELD_OUT_BATCH, len(rows)))
-            yield self._pack([rows[i] for i in indices], source, indices)
-
-    def _should_stop(self) -> bool:
+    def _out_of_patience(self) -> bool:
         patience = self.config.train.patience
         return patience is not None and self.state.stale_evaluations >= patience
 
     # What is due
 
     def _fraction(self) -> float:
-        return fraction_done(self.state.progress, self.config.train, len(self.data.rows))
+        return fraction_done(self.state.progress, self.config.train, self.data.num_rows)
 
     def _evaluation_due(self, before: float) -> bool:
         settings, step = self.config.train, self.state.progress.step
@@ -399,25 +347,26 @@ class Trainer:
 
     def _log(self, record: StepRecord) -> None:
         self._records.append(record)
-        if len(self._records) < self.config.train.log_every:
-            return
+        if len(self._records) >= self.config.train.log_every:
+            self._flush_records()
+
+    def _flush_records(self) -> None:
         records, self._records = self._records, []
-        tokens_per_second = sum(one.num_tokens for one in records) / sum(one.seconds for one in records)
-        values = {
+        if not records:
+            return
+        record, seconds = records[-1], sum(one.seconds for one in records)
+        values: dict[str, Any] = {
             "loss": sum(one.loss for one in records) / len(records),
             "gradient_norm": record.gradient_norm,
             "lr": record.lr,
             "unrolled_steps": record.num_steps,
-            "tokens_per_second": tokens_per_second,
+            "tokens_per_second": sum(one.num_tokens for one in records) / seconds,
+            **{f"{part}_share": sum(one.times[part] for one in records) / seconds for part in record.times},
             **record.backbone,
+            "loss_by_depth": record.loss_by_depth,
+            "overlap_by_depth": record.overlap_by_depth,
         }
-        by_depth = {"loss_by_depth": record.loss_by_depth, "overlap_by_depth": record.overlap_by_depth}
-        self.metrics.write("train", {**self._position(), **values, **by_depth})
-        self.tracker.log(
-            self.state.progress.step,
-            {f"train/{name}": float(value) for name, value in values.items()}
-            | {f"train/overlap_{i + 1}": value for i, value in enumerate(record.overlap_by_depth)},
-        )
+        self.log.training(self._position(), values)
         now = time.perf_counter()
         if now - self._noticed < NOTICE_SECONDS:
             return
@@ -425,7 +374,7 @@ class Trainer:
         overlap = " ".join(f"{value:.3f}" for value in record.overlap_by_depth)
         self.notice(
             f"step {self.state.progress.step}  {self._fraction():4.0%}  loss {values['loss']:.3f}  "
-            f"overlap {overlap}  {tokens_per_second:,.0f} tokens/s  {self._remaining()}"
+            f"overlap {overlap}  {values['tokens_per_second']:,.0f} tokens/s  {self._remaining()}"
         )
 
     def _remaining(self) -> str:
@@ -434,38 +383,49 @@ class Trainer:
         return f"{minutes:.1f} min left"
 
     def _position(self) -> dict[str, Any]:
-        progress = self.state.progress
+        progress, num_rows = self.state.progress, self.data.num_rows
         return {
             "step": progress.step,
-            "epoch": progress.visits / len(self.data.rows),
+            "epoch": None if num_rows is None else progress.visits / num_rows,
             "tokens": progress.tokens,
             "train_seconds": progress.seconds,
         }
 
     def _announce(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_config(self.config, self.folder / "config.yaml")
-        account, progress = self.data.account, self.state.progress
+        account, progress, world = self.data.account, self.state.progress, self.world
+        if world.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_config(self.config, self.folder / "config.yaml")
         if progress.step:
-            self.metrics.write("resume", self._position())
+            self.log.resume(self._position())
             self.notice(f"resumed at step {progress.step} ({self._fraction():.0%} of the budget used)")
-        self.state.run_id = self.tracker.run_id or self.state.run_id
+        self.state.run_id = self.log.run_id or self.state.run_id
         size = sum(parameter.numel() for parameter in self.head.parameters())
         self.notice(
             f"{len(self.data.rows)} rows, {self.data.num_tokens:,} tokens ({account.get('label_tokens', 0):,} labels); "
             f"{len(self.data.prompts)} held-out prompts; head of {size / 1e6:.1f}M parameters, "
             f"draft vocabulary {len(self.head.vocabulary):,}, taps {list(self.head.config.taps)}, "
-            f"{self.target.device} {dtype_name(self.dtype)}"
+            f"{self.target.device} {dtype_name(self.dtype)}" + (f", {world.size} processes" if world.size > 1 else "")
         )
-        if self.backbone is not None:
-            self.notice(self.backbone.describe())
+        for adapter in (self.backbone, self.adapter):
+            if adapter is not None:
+                self.notice(adapter.describe())
+        self.log.about(
+            {
+                "name": self.config.name,
+                "data": account,
+                "draft_vocab_size": len(self.head.vocabulary),
+                "label_coverage": label_coverage(self.data, self.head.vocabulary),
+                "parameters": size,
+            }
+        )
 
-    def _card(self, evaluation: Mapping[str, Any]) -> HeadCard:
+    def _card(self, acceptance: Mapping[str, Any]) -> HeadCard:
         config, backbone = self.config, self.backbone
         return HeadCard(
             target=self.target.reference if backbone is None else backbone.reference(self.state.progress.step),
             family=config.head.type,
-            acceptance={key: evaluation[key] for key in _ACCEPTANCE_KEYS if key in evaluation},
+            acceptance=acceptance,
             training={
                 "run": config.name,
                 **self._position(),
@@ -474,24 +434,54 @@ class Trainer:
                 "loss": config.train.loss,
                 "target_dtype": self.state.identity["target_dtype"],
                 **({} if backbone is None else {BACKBONE: backbone.facts()}),
+                **({} if self.adapter is None else {LORA: self.adapter.facts()}),
             },
             vocabulary={"label_coverage": label_coverage(self.data, self.head.vocabulary)},
         )
 
-    def _save_last(self) -> None:
-        self.state.optimizer = self.optimizer.state_dict()
-        save_head(self.folder / "last", self.head, self._card({}), add_files=self._write_state)
+    def _save_last(self, *, is_final: bool = False) -> None:
+        self.features.flush()
+        self._flush_records()  # or a killed run's log would lack what came before its checkpoint
+        optimizer = self.updater.state()
+        with self.updater.whole():
+            if self.world.is_main:
+                self.state.optimizer = optimizer
+                self.state.visits = self.data.visits.state(self.state.progress.visits)
+                self._save(self._write_last, "a checkpoint", is_final=is_final)
+        self.world.barrier()
+
+    def _write_last(self) -> None:
+        self.checkpoints.check_room()
+        save_head(
+            self.checkpoints.last,
+            self._standalone_head(),
+            self._card({}),
+            add_files=self._write_state,
+            former=self.checkpoints.place_for_former(),
+        )
+        self.checkpoints.rotate()
+
+    def _save(self, write: Callable[[], object], what: str, *, is_final: bool) -> None:
+        """A full disk does not end a run that may yet find room; only at its end is it an error."""
+        try:
+            write()
+        except OSError as error:
+            if is_final:
+                raise
+            self.notice(f"step {self.state.progress.step}: {what} could not be saved ({error}); going on")
 
     def _write_state(self, folder: Path) -> None:
         self.state.write(folder)
-        self._write_backbone(folder)
+        self._write_adapters(folder)
+        write_checksums(folder, key=self.state.key, step=self.state.progress.step, but=(CARD_FILE,))
 
-    def _write_backbone(self, folder: Path) -> None:
-        if self.backbone is not None:
-            self.backbone.write(folder)
+    def _write_adapters(self, folder: Path) -> None:
+        for adapter in (self.backbone, self.adapter):
+            if adapter is not None:
+                adapter.write(folder)
 
     def _finish(self, status: str) -> dict[str, Any]:
-        folder = self.folder / "best"
+        folder = self.checkpoints.best
         best = {**read_card(folder).training, **read_card(folder).acceptance} if folder.exists() else None
         summary = {
             "name": self.config.name,
@@ -505,48 +495,71 @@ class Trainer:
             "draft_vocab_size": len(self.head.vocabulary),
             "label_coverage": label_coverage(self.data, self.head.vocabulary),
         }
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        image = plot_run(self.folder)
-        self.tracker.finish({key: value for key, value in summary.items() if not isinstance(value, dict)}, image)
-        return summary
+        return self.log.finish(summary)
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.target.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+    # Who this is
+
+    def _identity(self) -> dict[str, str]:
+        """The same in all processes, or one of them trains on something else."""
+        identity = {
+            "data_hash": self.data.data_hash,
+            "target_fingerprint": self.target.fingerprint,
+            "target_dtype": dtype_name(self.target.dtype),
+        }
+        for rank, other in enumerate(self.world.gather(identity)):
+            if other != identity:
+                raise ValueError(
+                    f"process {rank} has {other}, process {self.world.rank} {identity}: give all nodes the same data "
+                    "files and target"
+                )
+        return identity
+
+    def _first_state(self) -> RunState:
+        return RunState(config=self.config, identity=self._identity(), key=self.world.broadcast(uuid.uuid4().hex))
+
+    def _first_head(self) -> DraftHead:
+        """The main process's, in every process."""
+        return self.world.broadcast(make_head(self.config, self.target, self.data))
 
 
-def _refuse_existing(folder: Path) -> None:
-    if recover_folder(folder / "last").exists():
+def _read_checkpoint(checkpoints: Checkpoints, config: RunConfig, notice: Notice) -> Resumed:
+    place = checkpoints.newest(notice)
+    if place is None:
+        has_best = recover_folder(checkpoints.best).exists()
+        remedy = (
+            f"start a new run from its best head (another name, head.init_from={checkpoints.best})"
+            if has_best
+            else "leave out --resume to start a run there"
+        )
+        raise ValueError(f"there is nothing to resume in {checkpoints.folder}: {remedy}")
+    state = RunState.read(place)
+    state.check_config(config)
+    if state.config.name != config.name:  # a copied folder is a run of its own
+        state.run_id = None
+    if not recover_folder(checkpoints.best).exists() and state.progress.step:
+        notice(f"{checkpoints.best} does not exist: the next evaluation is taken as the best so far")
+    _check_best(checkpoints)
+    return Resumed(place=place, state=state, head=load_head(place)[0])
+
+
+def _check_best(checkpoints: Checkpoints) -> None:
+    """Now, and not at the first evaluation, whose steps would be lost."""
+    if Best.read(checkpoints.folder) is None:
+        return
+    try:
+        load_head(checkpoints.best)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{error}. Move {checkpoints.best} away, and the run goes on without a best head") from error
+
+
+def _refuse_existing(checkpoints: Checkpoints) -> None:
+    folder = checkpoints.folder
+    if recover_folder(checkpoints.last).exists() or checkpoints.former():
         raise ValueError(
             f"{folder} already holds a run: resume it (--resume), choose another name (name=...), or move it away"
         )
-    if recover_folder(folder / "best").exists():  # killed in its first evaluation, before the first checkpoint
+    if recover_folder(checkpoints.best).exists():  # killed in its first evaluation, before the first checkpoint
         raise ValueError(
             f"{folder} already holds a run that died before its first checkpoint: choose another name (name=...), "
-            f"start from its head (head.init_from={folder / 'best'}), or move it away"
+            f"start from its head (head.init_from={checkpoints.best}), or move it away"
         )
-
-
-def _mean_by_depth(figures: Sequence[StepFigures], num_steps: int, name: str) -> tuple[float, ...]:
-    """Mean over all rows of a depth; `figures` come batch by batch, each in order of depth."""
-    totals, counts = [0.0] * num_steps, [0] * num_steps
-    for one in figures:
-        totals[one.step] += float(getattr(one.figures, name).sum())
-        counts[one.step] += len(one.rows)
-    return tuple(total / count for total, count in zip(totals, counts, strict=True) if count)
-
-
-def _flat_evaluation(
-    report: AcceptanceReport, agreement: Mapping[str, Sequence[float]], speed: Mapping[str, float]
-) -> dict[str, float]:
-    """Every curve by a name of its own: accepted length by temperature, domain and context, acceptance by position."""
-    values = {f"eval/{name}": value for name, value in speed.items()}
-    for temperature, one in report.by_temperature.items():
-        values[f"eval/accepted_length_t{temperature:g}"] = one.accepted_length
-        values |= {f"eval/acceptance_t{temperature:g}_{d}": share for d, share in enumerate(one.by_position, start=1)}
-    for domain, one in report.by_domain.items():
-        values[f"eval/accepted_length_{domain.replace(' ', '_')}"] = one.accepted_length
-    for context, one in report.by_context.items():
-        values[f"eval/accepted_length_context_{context}"] = one.accepted_length
-    for name, shares in agreement.items():
-        values |= {f"eval/{name}_{depth}": share for depth, share in enumerate(shares, start=1)}
-    return values

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 
 from heads.base import DraftHead
-from heads.unroll import Batch
-from train.losses import LossName, RowFigures, fused_distillation_loss
+from heads.unroll import Batch, UnrolledStep
+from train.losses import NO_LABEL, ROW_MULTIPLE, Drafts, LossName, RowFigures, TeacherRows, fused_unrolled_loss
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,20 +50,24 @@ def plan_rows(
     num_steps: int,
     *,
     keep_share: float = 1.0,
-    generator: torch.Generator | None = None,
+    generators: Sequence[torch.Generator] | None = None,
 ) -> list[torch.Tensor]:
     """The packed rows that count at each step. Each list is part of the one before it.
 
     With `keep_share` below 1 every step beyond the first goes on with a random part of the rows, which leaves the
-    mean loss of the step unchanged on average and its cost lower.
+    mean loss of the step unchanged on average and its cost lower. Each sequence's part is drawn from its own one of
+    `generators`, so that it does not depend on what else is in the batch.
     """
+    assert keep_share == 1 or generators is not None, "a random part of the rows needs generators"
     device, mask = loss_mask.device, loss_mask.cpu()
     alive = _written(mask, lengths, 1)
     plan = []
     for step in range(num_steps):
         alive = alive & _written(mask, lengths, step + 2)
-        if step and keep_share < 1:
-            alive = alive & (torch.rand(len(alive), generator=generator) < keep_share)
+        if step and keep_share < 1 and generators is not None:
+            chances = zip(lengths, generators, strict=True)
+            drawn = torch.cat([torch.rand(length, generator=generator) for length, generator in chances])
+            alive = alive & (drawn < keep_share)
         plan.append(alive.nonzero().flatten().to(device))
     return plan
 
@@ -86,31 +90,94 @@ def unrolled_loss(
     *,
     loss: LossName,
     step_weights: Sequence[float],
-    renormalize: bool = False,
+    paced: bool = False,
+    renormalize: bool | None = None,
     compare: bool = False,
-    generator: torch.Generator | None = None,
+    generators: Sequence[torch.Generator] | None = None,
 ) -> tuple[torch.Tensor, list[StepFigures]]:
     """Sum over steps of `step_weights[s]` times the *summed* loss of the step's rows, and the figures of each step.
 
     The caller puts the division by the number of labels into `step_weights`, so that gradients accumulated over
-    several batches weigh every label alike. `generator`: for what is random in the head's training.
+    several batches weigh every label alike. `paced`: each row's loss has D-PACE's weight besides. `renormalize`: the
+    teacher's law is that over the draft vocabulary; None: if the batch has no log_normalizer for that over all tokens.
+    `generators`: one for each sequence of the batch, for what is random in the head's training.
+
+    Rows and sequences are rounded up to few different numbers (`ROW_MULTIPLE`): the further rows repeat the last one,
+    at weight 0.
     """
-    total = batch.taps.new_zeros((), dtype=torch.float32)
-    figures = []
-    for step, (rows, answer) in enumerate(zip(plan, head.unroll(batch, plan, generator), strict=True)):
-        if not len(rows):
-            continue
-        summed, row_figures = fused_distillation_loss(
-            loss,
-            answer.states.to(teacher.weight.dtype),
-            answer.weight,
-            batch.last[rows + 1 + step],
-            teacher.weight,
-            None if renormalize else batch.log_normalizer[rows + 1 + step],
-            compare=compare,
-        )
+    counts = [len(rows) for rows in plan if len(rows)]
+    if not counts:
+        return _nothing(head), []
+    rounded = [_rounded_up(rows) for rows in plan[: len(counts)]]
+    batch = batch.rounded_up(ROW_MULTIPLE)
+    if generators is not None:
+        generators = [*generators, torch.Generator()][: len(batch.lengths)]
+    steps = list(head.unroll(batch, rounded, generators))
+    weights = [_row_weights(*one) for one in zip(step_weights, counts, rounded, strict=False)]
+    total, figures = fused_unrolled_loss(
+        loss,
+        *_compared(head, batch, rounded, steps, weights, teacher, renormalize=renormalize, paced=paced),
+        paced=paced,
+        compare=compare,
+    )
+    for answer, weight in zip(steps, weights, strict=True):
         if answer.auxiliary is not None:
-            summed = summed + answer.auxiliary
-        total = total + step_weights[step] * summed
-        figures.append(StepFigures(step=step, rows=rows, figures=row_figures))
-    return total, figures
+            total = total + (weight * answer.auxiliary).sum()
+    return total, [
+        StepFigures(step=step, rows=plan[step], figures=one.first(count))
+        for step, (one, count) in enumerate(zip(figures, counts, strict=True))
+    ]
+
+
+def _compared(
+    head: DraftHead,
+    batch: Batch,
+    plan: Sequence[torch.Tensor],
+    steps: Sequence[UnrolledStep],
+    weights: Sequence[torch.Tensor],
+    teacher: Teacher,
+    *,
+    renormalize: bool | None,
+    paced: bool,
+) -> tuple[list[Drafts], TeacherRows]:
+    """What the head answers, and the target's states at all places where it is asked."""
+    places, indices = torch.cat([rows + 1 + step for step, rows in enumerate(plan)]).unique(return_inverse=True)
+    drafts = [
+        Drafts(
+            states=answer.states.to(teacher.weight.dtype),
+            weight=answer.weight,
+            rows=rows,
+            places=index,
+            weights=weight,
+            labels=_draft_ids(head.target_ids, batch.token_ids[rows + 2 + step]) if paced else None,
+        )
+        for step, (rows, answer, weight, index) in enumerate(
+            zip(plan, steps, weights, indices.split([len(rows) for rows in plan]), strict=True)
+        )
+    ]
+    normalizer = None if renormalize or batch.log_normalizer is None else batch.log_normalizer[places]
+    assert renormalize is not False or normalizer is not None, "the law over all tokens needs their log-sum-exp"
+    return drafts, TeacherRows(states=batch.last[places], weight=teacher.weight, log_normalizer=normalizer)
+
+
+def _draft_ids(target_ids: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """[Q]: the draft tokens of `token_ids` [Q], NO_LABEL where there is none. `target_ids` [C] ascend."""
+    found = torch.searchsorted(target_ids, token_ids).clamp_max(len(target_ids) - 1)
+    return torch.where(target_ids[found] == token_ids, found, NO_LABEL)
+
+
+def _nothing(head: DraftHead) -> torch.Tensor:
+    """The loss of no rows: zero, with zero gradients."""
+    return sum((0 * one.sum(dtype=torch.float32) for one in head.parameters()), torch.zeros((), device=head.device))
+
+
+def _rounded_up(rows: torch.Tensor) -> torch.Tensor:
+    """[Q] -> a number of rows that ROW_MULTIPLE divides: the last one again and again."""
+    return torch.cat([rows, rows[-1:].expand(-len(rows) % ROW_MULTIPLE)])
+
+
+def _row_weights(weight: float, count: int, rows: torch.Tensor) -> torch.Tensor:
+    """[Q]: `weight` for the first `count` rows, 0 for those that only make a rounder number."""
+    weights = torch.zeros(len(rows), device=rows.device)
+    weights[:count] = weight
+    return weights

@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
             prompts=lambda target: render_prompts(target.tokenizer, chats, raw=args.raw),
             settings=settings,
             device=args.device,
+            loading=common.loading_arguments(args),
             progress=bars,
         )
     failed = [check.name for check in certificate.checks if not check.passed]

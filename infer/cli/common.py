@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from infer.chat import token_id_list
 from infer.drafters.base import TreeSettings
 from infer.exactness import EXACTNESS, choose_rule
 from infer.machine import NOISY_LOAD, dtype_name, load_average
+from infer.placement import MAPS, QUANTIZATIONS
 from infer.prompts import EvaluationPrompt, load_prompts
 from infer.sampling import MAX_LOGPROBS, SamplingParams
 from infer.verify import RULES
@@ -51,6 +53,21 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
     group.add_argument(
         "--target", metavar="MODEL", help="a local folder or a Hub name (default: the one that HEAD names)"
     )
+    group.add_argument(
+        "--adapter",
+        metavar="FOLDER",
+        help="a LoRA adapter (peft's form) to merge into the target: their sum is what is served",
+    )
+    group.add_argument(
+        "--relative",
+        action="store_true",
+        help="let a head of another version of the target draft (same sizes, same tokens): fewer drafts are accepted, "
+        "answers stay the target's",
+    )
+    group.add_argument(
+        "--quantization", choices=QUANTIZATIONS, help="load the target in int8 or int4 (bitsandbytes, needs a GPU)"
+    )
+    group.add_argument("--device-map", choices=MAPS, help="spread a target over devices, memory and disk (accelerate)")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     return group
 
@@ -293,19 +310,40 @@ def read_chats(args: argparse.Namespace) -> list[EvaluationPrompt]:
 
 def load_target(args: argparse.Namespace) -> TargetModel:
     """The target that the arguments name; says on stderr what was loaded."""
-    from infer.drafters import adapter_of, resolve_target
-    from infer.target import TargetModel
+    from infer.drafters import adapter_of, head_cards, resolve_target
+    from infer.target import RelativeTarget, TargetModel
 
     source, adapter = resolve_target(args.head, args.target), adapter_of(args.head)
     quiet_loading()
-    target = TargetModel.load(source, dtype=args.dtype, device=args.device, adapter=adapter)
+    target = TargetModel.load(source, dtype=args.dtype, device=args.device, **loading_arguments(args))
     note(f"target {target.name}, {dtype_name(target.dtype)} on {target.device}")
+    for notice in filter(None, map(target.relation, head_cards(args.head))):
+        note(notice)
+    warnings.filterwarnings("ignore", category=RelativeTarget)  # it was said above
     if adapter is not None:
         note(
             f"the head was trained along with its target, which is {adapter.base_name} no more: "
             "answers, and what they are compared with, are the adapted target's"
         )
     return target
+
+
+def loading_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """How the target is loaded, as `TargetModel.load` takes it. The adapter is the one that HEAD brings, or the one
+    that is asked for."""
+    from infer.drafters import adapter_of
+
+    own = adapter_of(args.head)
+    if own is not None and args.adapter is not None:
+        raise ValueError(
+            f"{args.head} was trained along with its target and brings its adapter: leave out --adapter {args.adapter}"
+        )
+    return {
+        "adapter": own or args.adapter,
+        "quantization": args.quantization,
+        "device_map": args.device_map,
+        "takes_relatives": args.relative,
+    }
 
 
 def quiet_loading() -> None:

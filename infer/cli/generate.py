@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infer.chat import render_prompt
 from infer.cli import common
+from infer.harvest import Harvest
 from infer.prompts import load_prompts
 from infer.request import Completion, TokenLogprobs
 from infer.sampling import SamplingParams
@@ -52,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-draft", action="store_true", help="decode plainly, for comparison")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="prompts decoded at once (default: 1)")
     parser.add_argument(
+        "--harvest",
+        type=common.output_file,
+        metavar="FILE",
+        help="record prompts and answers in FILE to train on later: their texts are STORED there as they are (off "
+        "unless given)",
+    )
+    parser.add_argument(
         "--show-accepted",
         action="store_true",
         help="colour the tokens that were drafted and accepted green; the target's own stay plain",
@@ -88,7 +96,39 @@ def run(args: argparse.Namespace) -> int:
         for index, answer in enumerate(completions)
     ]
     common.write_json(args.json, entries)
+    if args.harvest is not None:
+        _record(args, [messages for _, messages in chats], completions, params)
     return _report_errors(_titles(prompts, args.n), completions)
+
+
+def _record(
+    args: argparse.Namespace,
+    chats: Sequence[Sequence[Mapping[str, str]]],
+    completions: Sequence[Completion],
+    params: Sequence[SamplingParams],
+) -> None:
+    """Keep the target's own answers to train on; those of a lossy rule, or that failed, are not."""
+    harvest = Harvest(args.harvest)
+    for index, completion in enumerate(completions):
+        if completion.error is not None or not completion.lossless:
+            continue
+        harvest.add(
+            chats[index // args.n],
+            completion.text,
+            sampling_record(completion, params[index // args.n]),
+            # Only at the target's own end token has it said that its answer ends.
+            truncated=completion.finish_reason != "stop" or completion.stop_reason is not None,
+            raw=args.raw,
+        )
+    common.note(harvest.summary())
+
+
+def sampling_record(completion: Completion, params: SamplingParams) -> dict[str, Any]:
+    """How a recorded answer was drawn: what differs from the defaults, and the seed it had."""
+    plain = {item.name: item.default for item in fields(SamplingParams)}
+    given = {name: getattr(params, name) for name in plain if getattr(params, name) != plain[name]}
+    kept = {name: value for name, value in given.items() if name not in ("n", "logprobs", "seed")}
+    return {"temperature": params.temperature, **kept, "seed": completion.seed, "sample": completion.sample}
 
 
 def to_dict(

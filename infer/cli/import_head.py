@@ -6,8 +6,10 @@ import argparse
 from pathlib import Path
 
 from heads.base import TargetSizes
-from heads.checkpoint import HeadCard, save_head
+from heads.checkpoint import HeadCard, described, save_head
 from heads.foreign import FORMATS, list_of_forms, new_folder, read_foreign, read_foreign_config
+from heads.lora import HEAD_ADAPTER_FOLDER, import_head_adapter
+from heads.lora import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from infer.cli import common
 from infer.machine import dtype_name
 
@@ -16,18 +18,25 @@ Turn a draft head of another project into an augmented model folder, for the tar
 trained for. Weights keep their bits, and draft logits stay what they were. Whatever would make the
 head compute something else is refused by name, and then nothing is written. The forms are
 
-{list_of_forms()}"""
+{list_of_forms()}
+
+A LoRA adapter of a head ({HEAD_ADAPTER_FOLDER}/ of one that was trained with head.lora_rank) becomes a
+head again with the head that it was trained on (--base)."""
 
 EXAMPLE = """\
 headstart import downloads/eagle3-llama-3.1-8b --target meta-llama/Llama-3.1-8B-Instruct --out heads/llama
 headstart import downloads/eagle-vicuna-7b --target lmsys/vicuna-7b-v1.3 --out heads/vicuna
 headstart import downloads/medusa-vicuna-7b --target lmsys/vicuna-7b-v1.3 --out heads/medusa --from medusa
-headstart import checkpoint --target models/smollm2-135m --out heads/smollm2 --from specforge"""
+headstart import checkpoint --target models/smollm2-135m --out heads/smollm2 --from specforge
+headstart import runs/finetuned/best/head_adapter --base runs/demo/best --out heads/finetuned"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", type=Path, help="the checkpoint's folder (config.json and weights)")
-    parser.add_argument("--target", required=True, metavar="MODEL", help="its target: a local folder or a Hub name")
+    parser.add_argument("--target", metavar="MODEL", help="its target: a local folder or a Hub name")
+    parser.add_argument(
+        "--base", type=Path, metavar="HEAD", help="SRC is the LoRA adapter of a head: the head that it was trained on"
+    )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
     parser.add_argument(
         "--from",
@@ -49,6 +58,12 @@ def run(args: argparse.Namespace) -> int:
     from infer.target import TargetModel
 
     out = new_folder(args.out)
+    if args.base is not None:
+        return _import_adapter(args, out)
+    if (args.source / ADAPTER_WEIGHTS).is_file():
+        raise ValueError(f"{args.source} is the LoRA adapter of a head: give the head that it was trained on (--base)")
+    if args.target is None:
+        raise ValueError("a head belongs to a target: give it with --target (a local folder or a Hub name)")
     name, _ = read_foreign_config(args.source, args.form)
     common.quiet_loading()
     target = TargetModel.load(args.target, dtype=args.dtype, device=args.device)
@@ -64,5 +79,18 @@ def run(args: argparse.Namespace) -> int:
     )
     for line in imported.notes:
         common.note(f"warning: {line}")
+    print(out)
+    return 0
+
+
+def _import_adapter(args: argparse.Namespace, out: Path) -> int:
+    weights = None
+    if args.target is not None:
+        from infer.target import TargetModel
+
+        common.quiet_loading()
+        weights = TargetModel.load(args.target, dtype=args.dtype, device=args.device).weights
+    card = import_head_adapter(args.source, args.base, out, weights=weights)
+    common.note(f"{args.base} with the adapter merged in, for {described(card.target)}")
     print(out)
     return 0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from heads.base import DraftHead
-from heads.checkpoint import CARD_FILE, load_head, present_folder, read_card
+from heads.checkpoint import CARD_FILE, HeadCard, load_head, present_folder, read_card, refuse_headless
 from heads.early_exit import EarlyExitHead
 from heads.registry import family_of_head
 from infer.adapter import Adapter
@@ -114,6 +114,11 @@ def adapter_of(head: str | Path) -> Adapter | None:
     return next((adapter for adapter in map(Adapter.of_head, folders) if adapter is not None), None)
 
 
+def head_cards(head: str | Path) -> list[HeadCard]:
+    """The cards of the trained heads in HEAD."""
+    return [read_card(spec.argument) for spec in parse_spec(head) if spec.kind == FOLDER]
+
+
 def _parse_part(text: str) -> DrafterSpec:
     name, *rest = text.split(",")
     kind, colon, argument = name.partition(":")
@@ -137,6 +142,7 @@ def _parse_part(text: str) -> DrafterSpec:
 def _refuse_other_folders(text: str) -> None:
     folder = present_folder(Path(text))
     if (folder / CARD_FILE).is_file():
+        refuse_headless(folder)
         return
     best = folder / "best"
     hint = f"; did you mean {str(best)!r}?" if (best / CARD_FILE).is_file() else ""

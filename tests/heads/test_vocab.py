@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import AddedToken
 
 from heads.vocab import BYTE_SYMBOLS, NO_DRAFT_TOKEN, DraftVocabulary, VocabularyProvenance, always_kept_ids
-from tests.toy_tokenizer import toy_tokenizer
+from tests.toy_tokenizer import CHATML, toy_tokenizer
 
 
 def test_most_frequent_tokens_and_kept_ones_in_ascending_order() -> None:
@@ -48,6 +51,59 @@ def test_byte_symbols_are_those_of_byte_level_bpe() -> None:
     assert set(pre_tokenizers.ByteLevel.alphabet()) == BYTE_SYMBOLS
 
 
+def with_reserved_tokens(count: int, template: str | None = CHATML) -> Any:
+    """As Llama-3 and Gemma have them: special, numbered, and never seen in any text."""
+    tokenizer = toy_tokenizer(template=template)
+    tokenizer.add_tokens([AddedToken(f"<|reserved_{number}|>", special=True) for number in range(count)])
+    tokenizer.add_tokens(["<table>"])
+    return tokenizer
+
+
+def names(tokenizer: Any, ids: set[int]) -> set[str]:
+    return set(tokenizer.convert_ids_to_tokens(sorted(ids)))
+
+
+def test_reserved_tokens_are_not_kept() -> None:
+    """Thousands of them once left no room for a draft vocabulary of 4,096; nor need HTML tags be kept."""
+    tokenizer = with_reserved_tokens(5000)
+    kept = names(tokenizer, always_kept_ids(tokenizer))
+    assert kept == {"<s>", "</s>", "<|im_start|>", "<|im_end|>"} | BYTE_SYMBOLS
+
+
+def test_reserved_tokens_that_are_used_are_kept() -> None:
+    """A marker that the texts use, whatever its frequency; an ordinary added token waits for its frequency."""
+    tokenizer = with_reserved_tokens(20)
+    used = tokenizer.convert_tokens_to_ids(["<|reserved_7|>", "<table>"])
+    kept = names(tokenizer, always_kept_ids(tokenizer, used_ids=used))
+    assert "<|reserved_7|>" in kept
+    assert not kept & {"<|reserved_8|>", "<table>"}
+    named = tokenizer.convert_tokens_to_ids(["<|reserved_8|>"])
+    assert "<|reserved_8|>" in names(tokenizer, always_kept_ids(tokenizer, named))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}<|reserved_3|>{{ m['content'] }}{% endfor %}",
+        "{% for m in messages %}{{ '<|reserved_' + ('3' if m['role'] == 'user' else '4') + '|>' }}{% endfor %}",
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ '<|reserved_' ~ 3 ~ '|>' }}{% endfor %}",
+    ],
+    ids=["written out", "put together", "no system message"],
+)
+def test_markers_of_the_template_are_kept(template: str) -> None:
+    """Also those that no text of the template holds as a whole, and where it refuses some chats."""
+    tokenizer = with_reserved_tokens(20, template)
+    kept = names(tokenizer, always_kept_ids(tokenizer))
+    assert "<|reserved_3|>" in kept
+    assert "<|reserved_9|>" not in kept
+
+
+def test_without_a_template_the_named_tokens_are_kept() -> None:
+    tokenizer = with_reserved_tokens(20, None)
+    assert names(tokenizer, always_kept_ids(tokenizer)) == {"<s>", "</s>"} | BYTE_SYMBOLS
+
+
 @pytest.mark.slow
 def test_real_tokenizer_keeps_all_bytes(smollm2_path) -> None:
     from transformers import AutoTokenizer
@@ -57,9 +113,31 @@ def test_real_tokenizer_keeps_all_bytes(smollm2_path) -> None:
     vocabulary = DraftVocabulary.from_counts({}, size=4096, vocab_size=49152, keep_ids=kept)
     assert {0, 1, 2} <= kept
     assert len(kept) < 400
+    assert "<jupyter_code>" not in names(tokenizer, kept)
+    # All bytes that the tokenizer has (a rare few have no token of their own in any text).
+    assert names(tokenizer, kept) >= BYTE_SYMBOLS & set(tokenizer.get_vocab())
     french = tokenizer("Où êtes-vous né, Zoë ?").input_ids
     pieces = [token for token in french if token in kept or bool(vocabulary.t2d[token])]
     assert pieces
+
+
+@pytest.mark.slow
+def test_real_tokenizer_with_thousands_of_reserved_tokens(repository) -> None:
+    """Gemma-3 has more than 6,000 added tokens, one of them beyond its LM head, and falls back to bytes."""
+    from transformers import AutoTokenizer
+
+    folder = repository / "models" / "gemma3-270m"
+    if not folder.is_dir():
+        pytest.skip(f"no model in {folder}")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer.get_added_vocab()) > 6000
+    kept = always_kept_ids(tokenizer)
+    vocabulary = DraftVocabulary.from_counts({}, size=4096, vocab_size=262144, keep_ids=kept)
+    assert {"<eos>", "<bos>", *(f"<0x{byte:02X}>" for byte in range(256))} <= names(tokenizer, kept)
+    assert len(kept) < 600
+    rare = tokenizer("\U00013000", add_special_tokens=False).input_ids
+    assert len(rare) >= 4
+    assert vocabulary.coverage(rare[1:]) == 1.0  # the first is the word mark
 
 
 def test_too_many_kept_tokens_are_an_error() -> None:

@@ -1,4 +1,4 @@
-"""Targets with a head's adapter merged in: one target on every path, and only on its own base."""
+"""Targets with an adapter: a head's own or anyone's, merged or live; one target on every path, only on its own base."""
 
 from __future__ import annotations
 
@@ -18,19 +18,13 @@ from safetensors.torch import load_file, save_file
 
 import headstart
 import infer.audit
-from heads.checkpoint import HeadCard, TargetReference, save_head
-from infer.adapter import (
-    ADAPTER_FOLDER,
-    Adapter,
-    merged_weight,
-    tensor_name,
-    write_adapter,
-    write_merged_target,
-)
+from heads.checkpoint import HeadCard, TargetReference, read_card, save_head
+from heads.lora import merged_weight, read_adapter, tensor_name, write_adapter
+from infer.adapter import ADAPTER_FOLDER, Adapter, write_merged_target
 from infer.drafters import TreeSettings
 from infer.engine import Engine, load_engine
 from infer.fingerprint import fingerprint_of
-from infer.target import TargetModel
+from infer.target import RelativeTarget, TargetModel
 from tests.infer.helpers import plain_ids, random_head, sampling, write_folders
 
 RANK, SCALE = 2, 1.5
@@ -75,9 +69,10 @@ def make_adapted(root: Path, dtype: str, *, stored: str = "float32") -> Adapted:
     base = TargetModel.load(folders.target, dtype=dtype)
     write_random_adapter(folders.target, root / "drawn")
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folders.target, dtype=base.dtype)
+    factors, scales = read_adapter(root / "drawn")
     Adapter(
-        factors=infer.adapter.read_adapter(root / "drawn")[0],
-        scale=SCALE,
+        factors=factors,
+        scales=scales,
         base_name="target",
         base_fingerprint=base.fingerprint,
         fingerprint="",
@@ -324,3 +319,242 @@ def test_a_twin_leaves_its_target_alone(adapted: Adapted) -> None:
         own.model.layers[0].mlp.up_proj.weight.zero_()
     assert Engine(target).generate([PROMPTS[0]], sampling())[0].token_ids == before
     assert own.config._attn_implementation == "sdpa"
+
+
+# Anyone's adapters
+
+
+PEFT_SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "patterns": {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {r"layers\.0\.self_attn\.q_proj": 9, "up_proj": 2}},
+    "some layers": {"layers_to_transform": [1], "layers_pattern": "layers"},
+    "one expression": {"target_modules": r".*\.mlp\.(up|down)_proj"},
+}
+
+
+def write_peft_adapter(base: Path, folder: Path, *, seed: int = 0, **settings: Any) -> Any:
+    """As a user's own training writes one; returns peft's merged model."""
+    peft = pytest.importorskip("peft")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    settings = {"target_modules": ["q_proj", "v_proj", "up_proj"], **settings}
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=4, lora_alpha=6, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+        adapted = peft.get_peft_model(model, config)
+        adapted.save_pretrained(folder, save_embedding_layers=False)
+        return adapted.merge_and_unload()
+
+
+@pytest.fixture(scope="module")
+def two_adapters(adapted: Adapted, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate("AB"):
+        write_peft_adapter(adapted.base, root / name, seed=seed)
+    return root / "A", root / "B"
+
+
+def logits_of(target: TargetModel) -> torch.Tensor:
+    with target.stock() as model, torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=torch.tensor([PROMPTS[1]]), use_cache=False).logits
+    return logits
+
+
+@pytest.mark.parametrize("kind", PEFT_SETTINGS)
+def test_peft_adapters_are_merged_as_peft_merges_them(adapted: Adapted, tmp_path: Path, kind: str) -> None:
+    """Weights to float32 rounding, and the same target in every dtype and live."""
+    expected = write_peft_adapter(adapted.base, tmp_path / "lora", **PEFT_SETTINGS[kind])
+    base = TargetModel.load(adapted.base, dtype="float32")
+    target = TargetModel.load(adapted.base, dtype="float32", adapter=tmp_path / "lora")
+    mine, before = dict(target.model.named_parameters()), dict(base.model.named_parameters())
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(mine[name], parameter, rtol=1e-5, atol=1e-6)
+    assert any(not torch.equal(mine[name], before[name]) for name in mine)
+    live = base.with_adapter(tmp_path / "lora")
+    assert live.fingerprint == target.fingerprint != base.fingerprint
+    torch.testing.assert_close(logits_of(live), logits_of(target), rtol=1e-4, atol=1e-4)
+    assert live.reference == target.reference
+    assert (target.name, target.reference.name, target.reference.adapter) == (
+        "target with adapter lora",
+        "target",
+        "lora",
+    )
+    assert target.reference.base_fingerprint == base.fingerprint
+    rounded = TargetModel.load(adapted.base, dtype="bfloat16", adapter=tmp_path / "lora")
+    assert rounded.fingerprint == target.fingerprint
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_a_stored_dtype_does_not_change_who_it_is(tmp_path: Path, stored: str) -> None:
+    """Merged from what the files hold, in whatever dtype the target is loaded."""
+    folders = write_folders(tmp_path, [])
+    transformers.AutoModelForCausalLM.from_pretrained(folders.target, dtype=stored).save_pretrained(folders.target)
+    write_peft_adapter(folders.target, tmp_path / "lora")
+    dtypes = ["float32", "bfloat16", *(["float16"] if stored == "bfloat16" else [])]
+    found = [TargetModel.load(folders.target, dtype=one, adapter=tmp_path / "lora").fingerprint for one in dtypes]
+    assert len(set(found)) == 1
+
+
+def test_live_adapters_beside_their_base(adapted: Adapted, two_adapters: tuple[Path, Path]) -> None:
+    """Base, A and B share their weights and one draft head made for the base; switched from round to round, each says
+    what it says alone (pitfall: adapters that reach the draft, or each other)."""
+    base = TargetModel.load(adapted.base, dtype="float32")
+    folder = adapted.head.parent / "head"
+    targets = [base, *map(base.with_adapter, two_adapters)]
+    shared = {id(parameter) for parameter in base.model.parameters()}
+    for target in targets[1:]:
+        own = [parameter for parameter in target.model.parameters() if id(parameter) not in shared]
+        assert len(own) == 2 * 3 * base.num_layers
+        assert sum(p.numel() for p in own) < sum(p.numel() for p in base.model.parameters()) / 4
+    merged = [TargetModel.load(adapted.base, dtype="float32", adapter=one) for one in (None, *two_adapters)]
+    for temperature in (0.0, 1.0):
+        params = sampling(temperature)
+        expected = [[plain_ids(target, prompt, params) for prompt in PROMPTS] for target in targets]
+        assert len({str(texts) for texts in expected}) == 3
+        assert expected == [[plain_ids(target, prompt, params) for prompt in PROMPTS] for target in merged]
+        engines = [load_engine(folder, base, tree=TreeSettings(max_nodes=8, adaptive=False))]
+        for target in targets[1:]:
+            with pytest.warns(RelativeTarget, match=r"trained on target, not on target with adapter [AB]: answers are"):
+                engines.append(load_engine(folder, target, tree=TreeSettings(max_nodes=8, adaptive=False)))
+        requests = [engine.submit(PROMPTS, params) for engine in engines]
+        while any(one.finish_reason is None for group in requests for one in group):
+            for engine in engines:
+                engine.step()
+        assert [[tuple(one.output_ids) for one in group] for group in requests] == expected
+
+
+def test_a_live_adapter_under_the_other_drafters(adapted: Adapted, two_adapters: tuple[Path, Path]) -> None:
+    """Views of a view: its first layers, and its rounded weights, draft for it and share its cache."""
+    target = TargetModel.load(adapted.base, dtype="float32").with_adapter(two_adapters[0])
+    for head in ("layers:2", "int8", "layers:2,vocab=260", "ngram"):
+        engine = load_engine(head, target, tree=TreeSettings(max_nodes=8, adaptive=False))
+        answers = engine.generate(PROMPTS, sampling())
+        assert [one.token_ids for one in answers] == [plain_ids(target, prompt, sampling()) for prompt in PROMPTS]
+
+
+def test_heads_know_which_adapter_they_were_trained_with(
+    adapted: Adapted, two_adapters: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A head of the adapted target is at home there, merged or live. Without the adapter it is refused, since answers
+    would be another model's than the user means; another adapter of the same base is a relative."""
+    first, second = two_adapters
+    target = TargetModel.load(adapted.base, dtype="float32", adapter=first)
+    head = save_head(tmp_path / "head", random_head(target), HeadCard(target=target.reference))
+    base = TargetModel.load(adapted.base, dtype="float32")
+    for own in (target, base.with_adapter(first)):
+        own.check_card(read_card(head))
+    with pytest.raises(ValueError, match=r"with adapter A \(\w+\), but target has other .*give its adapter A too"):
+        base.check_card(read_card(head))
+    with pytest.warns(RelativeTarget, match="trained on target with adapter A, not on target with adapter B"):
+        base.with_adapter(second).check_card(read_card(head))
+    other = TargetModel.load(adapted.other, dtype="float32", adapter=first)
+    with pytest.raises(ValueError, match="has other weights or another tokenizer"):
+        other.check_card(read_card(head))
+    path = tmp_path / "answers.json"
+    arguments = [str(head), "--target", str(adapted.base), "--prompts", str(adapted.prompts), "--dtype", "float32"]
+    arguments += ["--max-tokens", "12", "--json", str(path), "--no-adaptive"]
+    texts = {}
+    for name, extra in {"A": ["--adapter", str(first)], "B": ["--adapter", str(second)]}.items():
+        assert headstart.main(["generate", *arguments, *extra]) == 0
+        texts[name] = [answer["token_ids"] for answer in json.loads(path.read_text())]
+        assert ("fewer drafts may be accepted" in capsys.readouterr().err) == (name == "B")
+        assert headstart.main(["generate", *arguments, *extra, "--no-draft"]) == 0
+        assert texts[name] == [answer["token_ids"] for answer in json.loads(path.read_text())]
+        capsys.readouterr()
+    assert texts["A"] != texts["B"]
+    assert headstart.main(["generate", *arguments]) != 0
+    assert "give its adapter A too (--adapter" in capsys.readouterr().err
+
+
+def test_a_relative_is_taken_where_that_is_asked_for(
+    adapted: Adapted, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A fine-tuned target with a head of its base: refused, or knowingly allowed, with answers that are its own."""
+    path = tmp_path / "answers.json"
+    arguments = [str(adapted.head.parent / "head"), "--target", str(adapted.other), "--prompts", str(adapted.prompts)]
+    arguments += ["--dtype", "float32", "--max-tokens", "12", "--json", str(path), "--no-adaptive"]
+    assert headstart.main(["generate", *arguments]) != 0
+    assert "has other weights or another tokenizer" in capsys.readouterr().err
+    assert headstart.main(["generate", *arguments, "--relative"]) != 0  # its card is too old to tell its tokens
+    assert "its draft vocabulary would mean other words" in capsys.readouterr().err
+    base = TargetModel.load(adapted.base, dtype="float32")
+    head = save_head(tmp_path / "head", random_head(base), HeadCard(target=base.reference))
+    answers = []
+    for extra in (["--relative"], ["--relative", "--no-draft"]):
+        assert headstart.main(["generate", str(head), *arguments[1:], *extra]) == 0
+        assert "trained on target, not on other" in capsys.readouterr().err
+        answers.append([answer["token_ids"] for answer in json.loads(path.read_text())])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "use_dora = True: only plain LoRA"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+        ({"init_lora_weights": "olora"}, "merge others with peft"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"peft_type": "LOHA"}, "peft_type = 'LOHA'"),
+        ({"target_parameters": ["x"]}, "target_parameters"),
+        ({"rank_pattern": {"q_proj": 9}}, r"expected \[9, inputs\]"),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused_by_name(
+    adapted: Adapted, two_adapters: tuple[Path, Path], tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    folder = tmp_path / "lora"
+    shutil.copytree(two_adapters[0], folder)
+    break_config(**change)(folder)
+    with pytest.raises(ValueError, match=message):
+        TargetModel.load(adapted.base, dtype="float32", adapter=folder)
+
+
+def test_adapters_that_cannot_be_merged_are_refused(
+    adapted: Adapted, two_adapters: tuple[Path, Path], tmp_path: Path, tiny_model: Any
+) -> None:
+    """A folder that is none, another model's, a tied LM head's, a second one, and one beside a head's own."""
+    base = TargetModel.load(adapted.base, dtype="float32")
+    with pytest.raises(ValueError, match="no adapter folder '/nowhere'"):
+        TargetModel.load(adapted.base, dtype="float32", adapter="/nowhere")
+    with pytest.raises(ValueError, match="is not an adapter: it has no adapter_config"):
+        TargetModel.load(adapted.base, dtype="float32", adapter=adapted.head)
+    with pytest.raises(ValueError, match=r"of shape \[48, 32\], not \[48, 64\]"):
+        TargetModel.wrap(tiny_model("llama", hidden_size=64)).with_adapter(two_adapters[0])
+    with pytest.raises(ValueError, match=r"this one has no layer model\.layers"):
+        TargetModel.wrap(tiny_model("gpt2")).with_adapter(two_adapters[0])
+    with pytest.raises(ValueError, match="has an adapter already"):
+        base.with_adapter(two_adapters[0]).with_adapter(two_adapters[1])
+    write_peft_adapter(adapted.base, tmp_path / "lora", target_modules=["lm_head"])
+    tied = TargetModel.wrap(tiny_model("llama", vocab_size=base.vocab_size, tie_word_embeddings=True))
+    with pytest.raises(ValueError, match="lm_head, whose weight is the embedding's too"):
+        tied.with_adapter(tmp_path / "lora")
+    live = base.with_adapter(tmp_path / "lora")
+    assert live.vocab_size == base.vocab_size
+    assert not torch.equal(live.lm_head_weight, base.lm_head_weight)
+    torch.testing.assert_close(
+        logits_of(live), logits_of(TargetModel.load(adapted.base, dtype="float32", adapter=tmp_path / "lora"))
+    )
+
+
+def test_two_adapters_at_once_are_refused(
+    adapted: Adapted, two_adapters: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["eval", str(adapted.head), "--target", str(adapted.base), "--adapter", str(two_adapters[0])]
+    assert headstart.main(command) != 0
+    assert "brings its adapter: leave out --adapter" in capsys.readouterr().err
+
+
+def test_an_own_adapter_may_be_live_too(adapted: Adapted) -> None:
+    """That of a head which was trained along with its target: the target on its card."""
+    base = TargetModel.load(adapted.base, dtype="float32")
+    adapter = Adapter.of_head(adapted.head)
+    assert adapter is not None
+    live = base.with_adapter(adapter)
+    assert live.fingerprint == load(adapted).fingerprint
+    live.check_card(read_card(adapted.head))
+    with pytest.raises(ValueError, match="but other has other weights"):
+        TargetModel.load(adapted.other, dtype="float32").with_adapter(adapter)

@@ -168,10 +168,11 @@ def test_plain_text_keeps_the_tokenizers_own_special_tokens() -> None:
 
 
 def test_no_template_needs_an_explicit_raw_mode() -> None:
+    """A lone text stays as it is: a blank line behind it was once the last thing a base model read."""
     tokenizer = toy_tokenizer(template=None)
     with pytest.raises(ValueError, match=r"toy has no chat template.*raw text explicitly"):
         render_prompt(tokenizer, TWO_TURNS[:1])
-    assert tokenizer.decode(render_prompt(tokenizer, TWO_TURNS[:1], raw=True)) == "Hi there\n\n"
+    assert tokenizer.decode(render_prompt(tokenizer, TWO_TURNS[:1], raw=True)) == "Hi there"
     rendered = render_training(tokenizer, TWO_TURNS[:2], raw=True)
     assert masked_texts(tokenizer, rendered) == ["Hello! \U0001f600 How are you?</s>"]
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 import transformers
 
+from heads.checkpoint import HeadCard
+from infer.drafters import HeadDrafter, TreeSettings
+from infer.engine import Engine
+from infer.quantize import quantized_copy
 from infer.rows import RowGroup, tree_group
 from infer.target import TargetModel
+from tests.conftest import make_tiny_model
+from tests.infer.helpers import random_head, sampling
+from tests.toy_tokenizer import toy_tokenizer
 
 KINDS = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt_neox", "gpt2")
 # Float32 sums in another order: observed 1e-6..1e-5 on logits of size 1..10.
@@ -277,3 +286,169 @@ def test_auto_loads_the_very_model_that_its_choice_names(dtype, tiny_model, tmp_
 def test_an_unknown_device_is_named(tmp_path):
     with pytest.raises(ValueError, match="device 'gpu' is unknown"):
         TargetModel.load(tmp_path, device="gpu")
+
+
+# Targets that do not fit into one device's memory
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """Folders of tiny models on disk, with tied and with separate LM heads."""
+    root = tmp_path_factory.mktemp("stored")
+    for name, tied in (("separate", False), ("tied", True)):
+        model = make_tiny_model("llama", vocab_size=len(toy_tokenizer()), tie_word_embeddings=tied)
+        model.save_pretrained(root / name)
+        toy_tokenizer().save_pretrained(root / name)
+    return root
+
+
+APART = "head on disk, embedding in memory"
+
+
+def maps(num_layers: int = 3) -> dict[str, dict[str, str] | str]:
+    """Device maps that this machine can hold; `disk` is read again whenever a layer runs."""
+    whole = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    layers = {f"model.layers.{layer}": "cpu" for layer in range(num_layers)}
+    return {
+        "auto": "auto",
+        "sequential": "sequential",
+        "memory": {**whole, **layers},
+        "last layers on disk": {**whole, **layers, "model.layers.1": "disk", "model.layers.2": "disk"},
+        "norm on disk": {**whole, **layers, "model.layers.2": "disk", "model.norm": "disk"},
+        APART: {**whole, **layers, "lm_head": "disk"},
+        "both ends on disk": {**whole, **layers, "model.embed_tokens": "disk", "lm_head": "disk"},
+    }
+
+
+@pytest.mark.parametrize("folder", ["separate", "tied"])
+@pytest.mark.parametrize("name", [name for name in maps() if name != APART])
+def test_a_device_map_changes_nothing_but_the_place(stored, tmp_path, folder, name):
+    """Features, logits, what heads read, and the fingerprint are those of the target in memory; decoding with a draft
+    runs. (A layer whose weights are not in memory must not be fused with its siblings.)"""
+    expected = TargetModel.load(stored / folder, dtype="float32")
+    target = TargetModel.load(stored / folder, dtype="float32", device_map=maps()[name], offload_folder=tmp_path)
+    assert any(parameter.is_meta for parameter in target.model.parameters()) == ("disk" in name)
+    assert target.device.type == "cpu"
+    assert target.fingerprint == expected.fingerprint
+    texts, taps = [TOKENS, TOKENS[:7]], (0, 2, 4)
+    for one, other in zip(target.features(texts, taps), expected.features(texts, taps), strict=True):
+        torch.testing.assert_close(one.taps, other.taps, atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(one.last, other.last, atol=TOLERANCE, rtol=TOLERANCE)
+    assert torch.equal(target.lm_head_weight, expected.lm_head_weight)
+    assert torch.equal(target.embedding_weight, expected.embedding_weight)
+    assert target.num_weight_bytes == expected.num_weight_bytes
+    head = random_head(target)
+    engines = [
+        Engine(one, HeadDrafter(head.bind(one.weights)), tree=TreeSettings(max_nodes=8, adaptive=False))
+        for one in (target, expected)
+    ]
+    answers = [[one.token_ids for one in engine.generate([TOKENS[:5]], sampling())] for engine in engines]
+    assert answers[0] == answers[1]
+    if "disk" in name:
+        with pytest.raises(ValueError, match="spread by a device map or quantised cannot run in parts"):
+            target.truncated(2)
+    with target.stock() as model, torch.inference_mode():
+        again = model(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0]
+    torch.testing.assert_close(again, stock_logits(expected, TOKENS), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_tied_weights_are_placed_together(stored, tmp_path):
+    """accelerate loses one that it is told to place apart from the other; its own maps never do."""
+    TargetModel.load(stored / "separate", dtype="float32", device_map=maps()[APART], offload_folder=tmp_path)
+    with pytest.raises(ValueError, match=r"places model\.embed_tokens and lm_head apart, .*tied"):
+        TargetModel.load(stored / "tied", dtype="float32", device_map=maps()[APART], offload_folder=tmp_path)
+
+
+def test_auto_precision_of_a_mapped_target_is_not_measured(stored):
+    """Two copies of what does not fit once would be loaded for that."""
+    assert TargetModel.load(stored / "tied", device_map="auto").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quantization": "int3"}, "quantization 'int3' is unknown: expected int8 or int4"),
+        ({"device_map": "spread"}, "device_map 'spread' is unknown: expected auto, balanced"),
+        ({"device_map": "auto", "device": "cuda:1"}, "a map places the model, leave the device out"),
+        ({"device_map": "auto", "adapter": "x"}, "merge it into the model's folder first"),
+    ],
+)
+def test_placements_that_cannot_be_are_refused(stored, settings, message):
+    with pytest.raises(ValueError, match=message):
+        TargetModel.load(stored / "tied", dtype="float32", **settings)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("build", [None, "12.8"])
+def test_quantization_without_a_gpu_is_one_clear_line(stored, monkeypatch, quantization, build):
+    """What, why and what to do, before anything is read (pitfall: a cryptic error of a CPU build much later)."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    why = "a CPU build of torch is installed" if build is None else "no GPU is visible"
+    expected = rf"an {quantization} target goes through bitsandbytes.*{why}.*target.features"
+    with pytest.raises(ValueError, match=expected):
+        TargetModel.load(stored / "tied", quantization=quantization)
+
+
+def test_quantization_says_what_is_missing_on_a_machine_with_a_gpu(stored, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install bitsandbytes"):
+        TargetModel.load(stored / "tied", quantization="int8", device="cuda")
+    with pytest.raises(ValueError, match="use device 'auto' or 'cuda', or leave it out"):
+        TargetModel.load(stored / "tied", quantization="int8", device="cpu")
+    with pytest.raises(ValueError, match="pip install accelerate"):
+        TargetModel.load(stored / "tied", device_map="auto")
+
+
+class FakeQuantised(torch.nn.Linear):
+    """As a quantising library's layer: a kind of linear layer whose weight cannot be multiplied as it is."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        self.scale = layer.weight.detach().abs().amax() / 127
+        codes = (layer.weight.detach() / self.scale).round().to(torch.int8)
+        self.weight = torch.nn.Parameter(codes, requires_grad=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(input, self.weight.float() * self.scale)
+
+
+def quantised(model):
+    for layer in model.model.layers:
+        for parent in (layer.self_attn, layer.mlp):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, torch.nn.Linear):
+                    setattr(parent, name, FakeQuantised(child))
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    return model
+
+
+def test_a_quantised_target_decodes_and_is_nobody_else(tiny_model):
+    """Its layers keep their own products and weights, its states are the stock forward's, its fingerprint is its own,
+    and it is neither rounded again nor adapted nor trained."""
+    target = TargetModel.wrap(quantised(tiny_model("llama")))
+    whole = TargetModel.wrap(tiny_model("llama"))
+    assert target.quantization == target.reference.quantization == "int8"
+    assert target.fingerprint != whole.fingerprint
+    assert all(layer.self_attn.q_proj.weight.dtype == torch.int8 for layer in target.layers)
+    assert "forward" not in vars(target.layers[0].self_attn.q_proj)
+    (features,) = target.features([TOKENS], [3])
+    cache = target.new_cache(num_slots=1, num_columns=32)
+    logits = target.forward([RowGroup(slot=0, prefix=0, tokens=TOKENS)], cache).logits
+    torch.testing.assert_close(logits, stock_logits(target, TOKENS), atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(features.last @ target.lm_head_weight.T, logits, atol=TOLERANCE, rtol=TOLERANCE)
+    with pytest.raises(ValueError, match="weights are in int8 already"):
+        quantized_copy(target, 8)
+    head = HeadCard(target=target.reference)
+    with pytest.raises(ValueError, match=r"trained on model in int8 .*load the target in int8 too \(--quantization"):
+        whole.check_card(head)
+    target.check_card(head)
+
+
+def test_what_is_fetched_from_disk_is_not_rounded_again(stored, tmp_path):
+    """A copy needs the weights themselves."""
+    name = "last layers on disk"
+    target = TargetModel.load(stored / "tied", dtype="float32", device_map=maps()[name], offload_folder=tmp_path)
+    with pytest.raises(ValueError, match="not in memory"):
+        quantized_copy(target, 8)

@@ -39,13 +39,14 @@ from infer.request import Completion
 from infer.sampling import SamplingParams
 from infer.target import TargetModel
 from tests.head_families import VARIANTS
-from tests.train.training_fixtures import Stopped, tiny_recipe, tiny_target, write_chats
+from tests.train.measuring import decode_acceptance, simulate_rounds
+from tests.train.training_fixtures import Stopped, run, tiny_recipe
+from train.batch import pack_batch
 from train.corpus.dataset import TrainingData, load_data
-from train.evaluation import decode_acceptance, decoding_copy, simulate_rounds, teacher_forced
+from train.evaluation import decoding_copy, teacher_forced
 from train.features import OnlineFeatures
-from train.reports.tracking import read_metrics
+from train.reports.metrics import read_metrics
 from train.setup import make_head
-from train.trainer import train
 from train.unroll import Teacher, plan_rows, unrolled_loss
 
 pytestmark = pytest.mark.usefixtures("every_notice")
@@ -56,29 +57,11 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-@pytest.fixture(scope="module")
-def target() -> TargetModel:
-    return tiny_target()
-
-
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl")
-
-
 def recipe(chats: Path, variant: str, **changes: Any) -> RunConfig:
     """A small run of a variant's head, with the family's own taps."""
     family, settings = VARIANTS[variant]
     head = {f"head__{name}": value for name, value in settings.items()}
     return tiny_recipe(chats, head__type=family, head__taps=None, **head, **changes)
-
-
-def run(config: RunConfig, folder: Path, target: TargetModel, *, stop_at: int | None = None, **settings: Any) -> Any:
-    def notice(text: str) -> None:
-        if stop_at is not None and text.startswith(f"step {stop_at} "):
-            raise Stopped
-
-    return train(config, runs_folder=folder, target=target, notice=notice, **settings)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -359,18 +342,8 @@ def real_recipe(
 def agreement(target: TargetModel, head: DraftHead, config: RunConfig, data: TrainingData, *, held_out: bool) -> float:
     """Share of labels at which the head's likeliest token is the target's, at depth 1 (within the draft vocabulary)."""
     rows = data.held_out if held_out else data.rows
-    features = [OnlineFeatures(target, rows, head.config.taps).get(index) for index in range(len(rows))]
-    batches = [
-        Batch(
-            token_ids=torch.tensor(row.token_ids),
-            loss_mask=torch.tensor(row.loss_mask),
-            lengths=(len(row.token_ids),),
-            taps=one.taps,
-            last=one.last,
-            log_normalizer=one.log_normalizer,
-        )
-        for row, one in zip(rows, features, strict=True)
-    ]
+    source = OnlineFeatures(target, head.config.taps)
+    batches = [pack_batch([row], [source.get(row)], device="cpu", dtype=target.dtype) for row in rows]
     twin = decoding_copy(head, target)
     teacher = Teacher(weight=target.lm_head_weight[twin.target_ids])
     return teacher_forced(twin, batches, teacher, num_steps=1)["agreement"][0]

@@ -26,12 +26,13 @@ from infer.evaluate import evaluate, render_prompts
 from infer.prompts import load_prompts
 from infer.target import TargetModel
 from tests.infer.helpers import Folders, write_folders
+from tests.toy_tokenizer import toy_tokenizer
 from tests.train.training_fixtures import Stopped, tiny_recipe, write_chats
 from train import compare as compare_module
 from train import measures as measures_module
-from train.compare import Budget, CachedFeatures, _Pool, _PooledFeatures, read_recipes
+from train.compare import Budget, read_recipes
 from train.corpus.dataset import load_data
-from train.features import OnlineFeatures
+from train.features import CachedFeatures, OnlineFeatures, make_features
 
 MEASURED = ["--temperatures", "0", "1", "--rules", "match", "block", "traversal", "--chain", "3", "--nodes", "6"]
 PARTS = {"train": compare_module, "evaluate": measures_module, "benchmark": measures_module}
@@ -282,28 +283,26 @@ def test_a_training_stopped_half_way_resumes(place: Place, monkeypatch: pytest.M
 def test_no_run_pays_for_the_states_of_the_text(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are computed before the first run, once for the taps of every recipe: training then reads them."""
     place.recipe("other", head={"type": "early_exit", "taps": None, "exit_layer": 2})
-    computed: list[tuple[str, tuple[int, ...], int]] = []
-    original, training = OnlineFeatures.get, []
+    computed: list[tuple[str, tuple[int, ...], list[int]]] = []
+    original, training = CachedFeatures._compute, []
 
-    def get(self: OnlineFeatures, index: int) -> Any:
-        held_out = bool(training) and self._rows is not training[-1]
-        if not held_out:
-            computed.append(("training" if training else "before", self._taps, index))
-        return original(self, index)
+    def compute(self: CachedFeatures, rows: Any) -> Any:
+        when = "training" if training else "before"
+        computed.extend((when, self.online.codec.taps, row.token_ids) for row in rows)
+        return original(self, rows)
 
     def train(config: Any, **named: Any) -> Any:
-        target = named["target"]
-        data = load_data(config.data, target.tokenizer, seed=0, max_prompt_tokens=target.max_length - 8)
-        monkeypatch.setattr("train.trainer.load_data", lambda *args, **given: data)
-        training.append(data.rows)
+        training.append(config.name)
         return run(config, **named)
 
     run = compare_module.train
-    monkeypatch.setattr(OnlineFeatures, "get", get)
+    monkeypatch.setattr(CachedFeatures, "_compute", compute)
     monkeypatch.setattr(compare_module, "train", train)
     result = by_name(place.run(*recipes(place, "wide", "small", "other"), "--steps", "4", "--no-speed"))
-    assert len(training) == 3
-    assert computed == [("before", (1, 2, 3, final_tap(3)), index) for index in range(len(training[0]))]
+    assert training == ["wide", "small", "other"]
+    config = read_recipes(recipes(place, "wide"), [], Budget(steps=4))[0]
+    rows = load_data(config.data, toy_tokenizer(), seed=0).rows
+    assert computed == [("before", (1, 2, 3, final_tap(3)), row.token_ids) for row in rows]
     assert [one["training"]["recomputed_rows"] for one in result.values()] == [0, 0, 0]
 
 
@@ -314,17 +313,23 @@ def test_shared_states_are_those_that_a_run_computes(place: Place, tmp_path: Pat
     target = TargetModel.load(place.folders.target, dtype="float32")
     rows = load_data(config.data, target.tokenizer, seed=0).rows[:6]
     last = final_tap(target.num_layers)
-    pool = _Pool(target, rows, [1, 2, 3, last, 2])
-    assert pool.taps == (1, 2, 3, last)
+
+    def source(taps: tuple[int, ...]) -> CachedFeatures:
+        made = make_features(config, target, taps=taps, folder=tmp_path / "shared", notice=lambda text: None)
+        assert isinstance(made, CachedFeatures)
+        return made
+
+    shared = source((1, 2, 3, last))
+    shared.keep(rows)
+    shared.flush()
     for taps in ((1, 2, 3), (last,), (2, last)):
-        pooled = _PooledFeatures(target, rows, taps, pool)
-        shared = CachedFeatures(pooled, target, rows, taps, folder=tmp_path / "shared", max_bytes=10**9)
-        alone = OnlineFeatures(target, rows, taps)
-        for index in range(len(rows)):
-            shared.get(index)
-            kept, expected = shared.get(index), alone.get(index)
+        part, alone = source(taps), OnlineFeatures(target, taps)
+        for row in rows:
+            kept, expected = part.get(row), alone.get(row)
             for name in ("taps", "last", "log_normalizer"):
-                assert torch.equal(getattr(kept, name), getattr(expected, name)), (taps, name)
+                one, other = getattr(kept, name), getattr(expected, name)
+                torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        assert part.online.num_computed_tokens == 0
 
 
 def test_a_recipe_that_fails_stands_in_the_table(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
@@ -416,7 +421,7 @@ def test_mistakes_are_told_before_anything_trains(
     def never(*args: Any, **named: Any) -> Any:
         raise AssertionError("this must not be reached")
 
-    for name, module in {**PARTS, "CachedFeatures": compare_module}.items():
+    for name, module in {**PARTS, "make_features": compare_module}.items():
         monkeypatch.setattr(module, name, never)
     words = [
         str(place.root / f"{word.removeprefix('RECIPE:')}.yaml") if word.startswith("RECIPE:") else word

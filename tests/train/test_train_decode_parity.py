@@ -19,17 +19,12 @@ from infer.evaluate import EvalPrompt
 from infer.request import Completion
 from infer.sampling import SamplingParams
 from infer.target import TargetModel
-from tests.train.training_fixtures import tiny_target
-from train.evaluation import CHAIN_DEPTH, decode_acceptance, decoding_copy, simulate_rounds
+from tests.train.measuring import decode_acceptance, simulate_rounds
+from train.evaluation import CHAIN_DEPTH, decoding_copy
 from train.unroll import Teacher, plan_rows, unrolled_loss
 
 TAPS = (1, 2, 4)
 DEPTH = 4
-
-
-@pytest.fixture(scope="module")
-def target() -> TargetModel:
-    return tiny_target()
 
 
 @pytest.fixture(scope="module")

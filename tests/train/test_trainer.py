@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -19,30 +20,20 @@ import torch
 from safetensors.torch import load_file
 
 from configs.loading import write_config
-from configs.schema import RunConfig
 from heads.checkpoint import load_head, read_card
 from heads.eagle3 import Eagle3Head
 from infer.evaluate import AcceptanceReport, Trace
 from infer.target import TargetModel
-from tests.train.training_fixtures import Stopped, tiny_recipe, tiny_target, write_chats
-from train.corpus.dataset import VisitOrder, load_data
+from tests.train.training_fixtures import Stopped, run, tiny_recipe, tiny_target, write_chats
+from train.checkpoints import write_checksums
+from train.corpus.dataset import load_data
+from train.corpus.order import VisitOrder
+from train.reports.metrics import read_metrics
 from train.reports.report import describe_run
-from train.reports.tracking import read_metrics
-from train.trainer import train
 
 pytestmark = pytest.mark.usefixtures("every_notice")
 
 STEPS = 12
-
-
-@pytest.fixture(scope="module")
-def target() -> TargetModel:
-    return tiny_target()
-
-
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl")
 
 
 def report_of(accepted_length: int) -> AcceptanceReport:
@@ -60,18 +51,6 @@ def report_of(accepted_length: int) -> AcceptanceReport:
 def scripted(lengths: Sequence[int]) -> Any:
     remaining = list(lengths)
     return lambda target, head: report_of(remaining.pop(0))
-
-
-def run(config: RunConfig, folder: Path, target: TargetModel, **settings: Any) -> dict[str, Any]:
-    notices: list[str] = settings.pop("notices", [])
-
-    def notice(text: str) -> None:
-        notices.append(text)
-        if (last := settings_stop) is not None and text.startswith(f"step {last} "):
-            raise Stopped
-
-    settings_stop = settings.pop("stop_at", None)
-    return train(config, runs_folder=folder, target=target, notice=notice, **settings)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -227,6 +206,7 @@ def test_an_existing_run_is_not_overwritten(target: TargetModel, chats: Path, tm
         run(tiny_recipe(chats, train__steps=1), tmp_path, target)
     with pytest.raises(ValueError, match="nothing to resume"):
         run(tiny_recipe(chats, name="fresh"), tmp_path, target, resume=True)
+    shutil.rmtree(tmp_path / "tiny" / "checkpoints")
     shutil.rmtree(tmp_path / "tiny" / "last")  # killed in its first evaluation: advice to resume would lead nowhere
     with pytest.raises(ValueError, match="died before its first checkpoint"):
         run(tiny_recipe(chats, train__steps=1), tmp_path, target)
@@ -279,7 +259,7 @@ def test_training_diverging_is_an_error_that_names_the_rows(
     def broken(*_: Any, **__: Any) -> torch.Tensor:
         return torch.tensor(float("nan"))
 
-    monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", broken)
+    monkeypatch.setattr("torch.nn.utils.get_total_norm", broken)
     with pytest.raises(ValueError, match=r"step 2 has loss .* on rows .*chats.jsonl:\d+"):
         run(config, tmp_path, target, resume=True)
     assert all(
@@ -325,17 +305,25 @@ train(load_config(sys.argv[1]), runs_folder=Path(sys.argv[2]), resume=sys.argv[3
 """
 
 
+NUM_KILLS = 22
+
+
 @pytest.mark.slow
 def test_killed_at_random_moments_it_ends_the_same(
     target: TargetModel, chats: Path, tmp_path: Path, repository: Path
 ) -> None:
-    """kill -9 again and again, in the middle of saves too: the end is bit for bit that of a run left alone."""
-    config = tiny_recipe(chats, train__steps=150, train__save_every=1, train__log_every=50)
+    """kill -9 again and again, in the middle of steps, saves and evaluations: the end is bit for bit that of a run left
+    alone, and nothing else is left lying about.
+    """
+    config = tiny_recipe(chats, train__steps=600, train__save_every=1, train__eval_every=15, train__log_every=50)
     write_config(config, tmp_path / "recipe.yaml")
     run(config, tmp_path / "whole", target)
-    delays = (0.05, 0.4, 0.17, 0.31, 0.02)
-    for attempt in range(40):
+    chance = random.Random(7)
+    num_kills = 0
+    for _ in range(3 * NUM_KILLS):
         mode = "resume" if (tmp_path / "parts" / "tiny" / "last").exists() else "fresh"
+        if mode == "fresh":
+            shutil.rmtree(tmp_path / "parts", ignore_errors=True)
         process = subprocess.Popen(
             [sys.executable, "-c", _WORKER, str(tmp_path / "recipe.yaml"), str(tmp_path / "parts"), mode],
             cwd=repository,
@@ -345,11 +333,99 @@ def test_killed_at_random_moments_it_ends_the_same(
         )
         assert process.stdout is not None
         process.stdout.readline()  # it has loaded its checkpoint
-        time.sleep(delays[attempt % len(delays)])
-        if attempt < 8:
+        if num_kills < NUM_KILLS:
+            time.sleep(chance.uniform(0, 0.6))
             process.send_signal(signal.SIGKILL)
         process.communicate()
+        num_kills += process.returncode == -signal.SIGKILL
         if process.returncode == 0:
             break
     assert process.returncode == 0
+    assert num_kills == NUM_KILLS
+    assert not list((tmp_path / "parts" / "tiny").glob(".*"))
     assert_same_weights(tmp_path / "whole" / "tiny" / "last", tmp_path / "parts" / "tiny" / "last")
+
+
+def test_a_damaged_checkpoint_costs_a_few_steps_and_no_more(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    """Resume says what it passes over, goes on from the state before it, and ends bit for bit as it would have."""
+    config = tiny_recipe(chats, train__save_every=3)
+    run(config, tmp_path / "whole", target)
+    with pytest.raises(Stopped):
+        run(config, tmp_path / "parts", target, stop_at=8)
+    weights_file = tmp_path / "parts" / "tiny" / "last" / "model.safetensors"
+    weights_file.write_bytes(weights_file.read_bytes()[:1000])
+    notices: list[str] = []
+    run(config, tmp_path / "parts", target, resume=True, notices=notices)
+    assert "model.safetensors is truncated or damaged" in notices[0]
+    assert any(text.startswith("resumed at step 3 ") for text in notices)
+    assert_same_weights(tmp_path / "whole" / "tiny" / "last", tmp_path / "parts" / "tiny" / "last")
+
+
+def test_a_full_disk_does_not_end_a_run(
+    target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves that fail are told and tried again; what was saved before stays, and the last save must succeed."""
+    import heads.checkpoint
+
+    write, failing = heads.checkpoint.save_file, [False]
+
+    def full(tensors: Any, path: Path, **settings: Any) -> None:
+        if failing[0]:
+            Path(path).write_bytes(b"half a file")
+            raise OSError(28, "No space left on device")
+        write(tensors, path, **settings)
+
+    def watch(target: TargetModel, head: Eagle3Head) -> AcceptanceReport:
+        failing[0] = not failing[0]  # the first evaluation's save fails, the second one's does not
+        return report_of(1)
+
+    monkeypatch.setattr("heads.checkpoint.save_file", full)
+    config = tiny_recipe(chats, train__save_every=2)
+    notices: list[str] = []
+    summary = run(config, tmp_path, target, evaluate=watch, notices=notices)
+    assert summary["status"] == "finished"
+    told = [text for text in notices if "could not be saved" in text]
+    assert any("the best head" in text for text in told)
+    assert any("a checkpoint" in text for text in told)
+    assert read_card(tmp_path / "tiny" / "best").training["step"] == STEPS
+    failing[0] = True
+    with pytest.raises(OSError, match="No space left"):
+        run(tiny_recipe(chats, name="never"), tmp_path, target, evaluate=lambda target, head: report_of(1))
+    assert not (tmp_path / "never" / "last").exists()
+    assert not list((tmp_path / "never").glob(".*"))
+
+
+def test_a_copied_run_is_a_run_of_its_own(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    """Under another name it goes on with the same steps, and under another id of the tracker's."""
+    run(tiny_recipe(chats, train__steps=4), tmp_path, target)
+    state_file = tmp_path / "tiny" / "last" / "trainer.pt"
+    state = torch.load(state_file, weights_only=True)
+    state["run_id"] = "kept"
+    torch.save(state, state_file)
+    shutil.copytree(tmp_path / "tiny", tmp_path / "copy")
+    for name in ("tiny", "copy"):
+        place = tmp_path / name / "last"
+        write_checksums(place, key=state["key"], step=4, but=("headstart.json", "checksums.json"))
+    seen = {}
+    for name in ("tiny", "copy"):
+        run(tiny_recipe(chats, name=name, train__steps=6), tmp_path, target, resume=True)
+        seen[name] = torch.load(tmp_path / name / "last" / "trainer.pt", weights_only=True)["run_id"]
+    assert seen == {"tiny": "kept", "copy": None}
+
+
+@pytest.mark.parametrize("damage", ["no card", "truncated weights"])
+def test_a_damaged_best_head_is_told_before_a_step_is_made(
+    target: TargetModel, chats: Path, tmp_path: Path, damage: str
+) -> None:
+    """Found at the first evaluation it would cost the steps since the last checkpoint, in every attempt again."""
+    run(tiny_recipe(chats, train__steps=2), tmp_path, target, evaluate=scripted([2] * 2))
+    best = tmp_path / "tiny" / "best"
+    if damage == "no card":
+        (best / "headstart.json").unlink()
+    else:
+        os.truncate(best / "model.safetensors", 100)
+    with pytest.raises(ValueError, match=r"best.*ove.* away, and the run goes on"):
+        run(tiny_recipe(chats, train__steps=4), tmp_path, target, resume=True, evaluate=scripted([]))
+    shutil.rmtree(best)
+    summary = run(tiny_recipe(chats, train__steps=4), tmp_path, target, resume=True, evaluate=scripted([2] * 2))
+    assert summary["step"] == 4

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from heads.base import TargetWeights
+from heads.eagle1 import Eagle1Config, Eagle1Head
 from heads.eagle3 import Eagle3Config, Eagle3Head
 from heads.unroll import Batch
 from heads.vocab import DraftVocabulary
-from train.unroll import Teacher, plan_rows, unrolled_loss
+from train.objectives import distillation_loss, target_probabilities
+from train.unroll import Teacher, _draft_ids, plan_rows, unrolled_loss
 
 HIDDEN, VOCABULARY = 32, 50
 
@@ -136,6 +140,8 @@ def test_gradients_equal_those_of_the_naive_loop(head: Eagle3Head) -> None:
     """The whole objective, differentiated through all steps, against the loop; 1e-4 of the largest entry."""
     batch = make_batch([9], [3])
     teacher = Teacher(weight=torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(5)))
+    normalizer = (batch.last @ teacher.weight.T).logsumexp(-1) + 0.2
+    batch = replace(batch, log_normalizer=normalizer)
     plan = plan_rows(batch.loss_mask, batch.lengths, 3)
     total, _ = unrolled_loss(head, batch, plan, teacher, loss="kl", step_weights=[1.0, 0.8, 0.64])
     gradients = torch.autograd.grad(total, list(head.parameters()))
@@ -143,9 +149,9 @@ def test_gradients_equal_those_of_the_naive_loop(head: Eagle3Head) -> None:
     for step, rows in enumerate(plan):
         for row in rows.tolist():
             logits = head.logits(naive_draft(head, batch, 0, row, step + 1))
-            target = (teacher.weight @ batch.last[row + 1 + step] - batch.log_normalizer[row + 1 + step]).exp()
-            log_probs = logits.log_softmax(-1)
-            reference = reference + 0.8**step * (target * (target.log() - log_probs)).sum()
+            place = slice(row + 1 + step, row + 2 + step)
+            target = target_probabilities(batch.last[place] @ teacher.weight.T, normalizer[place])
+            reference = reference + 0.8**step * distillation_loss("kl", logits[None], target).sum()
     torch.testing.assert_close(total, reference, rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(gradients, torch.autograd.grad(reference, list(head.parameters())), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
@@ -176,10 +182,177 @@ def test_random_subset_is_nested_and_seeded() -> None:
     mask = torch.ones(200, dtype=torch.bool)
 
     def draw() -> list[torch.Tensor]:
-        return plan_rows(mask, [200], 4, keep_share=0.5, generator=torch.Generator().manual_seed(9))
+        return plan_rows(mask, [200], 4, keep_share=0.5, generators=[torch.Generator().manual_seed(9)])
 
     plan = draw()
     assert len(plan[0]) == 198
     for wider, narrower in itertools.pairwise(plan):
         assert set(narrower.tolist()) < set(wider.tolist())
     assert all(torch.equal(a, b) for a, b in zip(plan, draw(), strict=True))
+
+
+def test_what_is_random_in_a_sequence_does_not_depend_on_its_batch() -> None:
+    """The rows that go on and the noise of a sequence are the same alone, and beside others in either order."""
+    lengths = [40, 25]
+    config = Eagle1Config(
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=VOCABULARY,
+        draft_vocab_size=VOCABULARY,
+        taps=(4,),
+    )
+    noisy_head = Eagle1Head(config, DraftVocabulary.full(VOCABULARY))
+
+    def draw(order: Sequence[int]) -> dict[int, tuple[list[list[int]], torch.Tensor]]:
+        """By sequence: its own rows of each step, and its noise."""
+        chosen = [lengths[index] for index in order]
+        generators = [torch.Generator().manual_seed(index) for index in order]
+        batch = replace(make_batch(chosen, [0] * len(chosen)), taps=torch.zeros(sum(chosen), HIDDEN))
+        plan = plan_rows(batch.loss_mask, chosen, 4, keep_share=0.6, generators=generators)
+        noise = noisy_head.training_taps(batch, generators).split(chosen)
+        starts = [0, *itertools.accumulate(chosen)]
+        return {
+            index: ([[int(r) - start for r in rows if start <= r < stop] for rows in plan], noise[place])
+            for place, (index, start, stop) in enumerate(zip(order, starts, starts[1:], strict=False))
+        }
+
+    together = draw([0, 1])
+    for other in (draw([1, 0]), draw([0]), draw([1])):
+        for index, (rows, noise) in other.items():
+            assert rows == together[index][0]
+            assert torch.equal(noise, together[index][1])
+    assert len(together[0][0][3]) < 20
+    assert float(together[0][1].std()) > 0.05
+
+
+# The objective of a batch.
+
+
+def teacher_of(seed: int = 5) -> Teacher:
+    return Teacher(weight=torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(seed)))
+
+
+def plain_objective(
+    head: Eagle3Head,
+    batch: Batch,
+    plan: Sequence[torch.Tensor],
+    teacher: Teacher,
+    weights: Sequence[float],
+    paced: bool,
+) -> torch.Tensor:
+    """Every row by itself, by the plain formulas: no rounding up, no chunks, no fused gradients."""
+    logits = [answer.logits() for answer in head.unroll(batch, plan)]
+    chances = {
+        (int(row), step): float(one.softmax(-1)[head.vocabulary.draft_ids[batch.token_ids[row + 2 + step]]])
+        for step, (rows, answers) in enumerate(zip(plan, logits, strict=True))
+        for row, one in zip(rows, answers.detach(), strict=True)
+    }
+    total = torch.zeros(())
+    for step, (rows, answers) in enumerate(zip(plan, logits, strict=True)):
+        for row, one in zip(rows.tolist(), answers, strict=True):
+            place = slice(row + 1 + step, row + 2 + step)
+            assert batch.log_normalizer is not None
+            target = target_probabilities(batch.last[place] @ teacher.weight.T, batch.log_normalizer[place])
+            weight = weights[step]
+            if paced:
+                own = [(chances[row, one] + 1) / 2 for one in range(len(plan)) if (row, one) in chances]
+                reached = list(itertools.accumulate(own, operator.mul))
+                weight *= sum(reached[step:])
+            total = total + weight * distillation_loss("lk", one[None], target).sum()
+    return total
+
+
+@pytest.mark.parametrize("paced", [False, True])
+@pytest.mark.parametrize(("lengths", "prompts"), [([9], [3]), ([11, 17, 2, 8], [3, 5, 1, 0]), ([16, 32], [2, 30])])
+def test_the_objective_is_the_plain_sum_over_rows(
+    head: Eagle3Head, lengths: list[int], prompts: list[int], paced: bool
+) -> None:
+    """Value and gradients, with random parts of the rows and unequal weights: rows and sequences that are rounded up
+    change nothing (1e-4 of the largest entry: the same float32 sums in another order)."""
+    batch, teacher, weights = make_batch(lengths, prompts), teacher_of(), [0.5, 1.0, 0.25]
+    batch = replace(batch, log_normalizer=(batch.last @ teacher.weight.T).logsumexp(-1) + 0.2)
+    generators = [torch.Generator().manual_seed(seed) for seed in range(len(lengths))]
+    plan = plan_rows(batch.loss_mask, batch.lengths, 3, keep_share=0.7, generators=generators)
+    total, figures = unrolled_loss(
+        head, batch, plan, teacher, loss="lk", step_weights=weights, paced=paced, generators=generators
+    )
+    found = torch.autograd.grad(total, list(head.parameters()))
+    reference = plain_objective(head, batch, plan, teacher, weights, paced)
+    torch.testing.assert_close(total, reference, rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(found, torch.autograd.grad(reference, list(head.parameters())), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
+    assert [len(one.figures.loss) for one in figures] == [len(rows) for rows in plan if len(rows)]
+
+
+def test_a_batch_without_labels_teaches_nothing(head: Eagle3Head) -> None:
+    """The loss is zero, and so are all gradients: not NaN, and not an error either."""
+    batch = make_batch([5, 3], [5, 3])
+    plan = plan_rows(batch.loss_mask, batch.lengths, 2)
+    total, figures = unrolled_loss(head, batch, plan, teacher_of(), loss="lk", step_weights=[1.0, 1.0])
+    total.backward()
+    assert float(total.detach()) == 0
+    assert figures == []
+    for parameter in head.parameters():
+        assert parameter.grad is not None
+        assert not bool(parameter.grad.any())
+
+
+def test_labels_outside_the_draft_vocabulary(head: Eagle3Head) -> None:
+    """D-PACE counts the head's chance of a token that it cannot draft as zero, whatever its id."""
+    ids = torch.tensor([3, 5, 8])
+    assert _draft_ids(ids, torch.tensor([0, 3, 4, 5, 8, 9])).tolist() == [-1, 0, -1, 1, 2, -1]
+
+
+def test_the_law_over_the_draft_vocabulary_needs_no_log_sum_exp(head: Eagle3Head) -> None:
+    """A batch without it is taught the renormalised law, which is also had by asking; the law over all tokens is not
+    quietly replaced by it."""
+    batch, teacher = make_batch([12], [2]), teacher_of()
+    plan = plan_rows(batch.loss_mask, batch.lengths, 2)
+    bare = replace(batch, log_normalizer=None)
+
+    def loss(batch: Batch, renormalize: bool | None) -> float:
+        weights = [1.0, 1.0]
+        total, _ = unrolled_loss(head, batch, plan, teacher, loss="ce", step_weights=weights, renormalize=renormalize)
+        return float(total.detach())
+
+    assert loss(bare, None) == loss(batch, True) == loss(bare, True)
+    assert loss(batch, None) == loss(batch, False) != loss(batch, True)
+    with pytest.raises(AssertionError, match="log-sum-exp"):
+        loss(bare, False)
+
+
+def test_a_row_is_the_same_in_any_batch(head: Eagle3Head) -> None:
+    """Its loss alone, and between others whose lengths make other rounded numbers: float32, another order of sums."""
+    lengths, prompts = [37, 20, 64], [4, 1, 30]
+    batch, teacher = make_batch(lengths, prompts), teacher_of()
+    together = losses_by_row(head, batch, teacher)
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        alone = Batch(
+            token_ids=batch.token_ids[rows],
+            loss_mask=batch.loss_mask[rows],
+            lengths=(length,),
+            taps=batch.taps[rows],
+            last=batch.last[rows],
+            log_normalizer=batch.log_normalizer[rows] if batch.log_normalizer is not None else None,
+        )
+        found = losses_by_row(head, alone, teacher)
+        assert found
+        for (row, step), loss in found.items():
+            assert loss == pytest.approx(together[row + start, step], rel=1e-4, abs=1e-4)
+        start += length
+
+
+def losses_by_row(head: Eagle3Head, batch: Batch, teacher: Teacher) -> dict[tuple[int, int], float]:
+    plan = plan_rows(batch.loss_mask, batch.lengths, 3)
+    with torch.no_grad():
+        _, figures = unrolled_loss(head, batch, plan, teacher, loss="lk", step_weights=[1.0] * 3)
+    return {
+        (int(row), one.step): float(loss)
+        for one in figures
+        for row, loss in zip(one.rows, one.figures.loss, strict=True)
+    }

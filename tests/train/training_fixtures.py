@@ -20,6 +20,7 @@ from configs.schema import (
 from infer.target import TargetModel
 from tests.conftest import make_tiny_model
 from tests.toy_tokenizer import toy_tokenizer
+from train.trainer import train
 
 WORDS = ("red", "blue", "green", "fish", "bird", "tree", "stone", "river")
 NUM_LAYERS = 4
@@ -71,3 +72,23 @@ def tiny_recipe(data: Path, *, name: str = "tiny", **changes: Any) -> RunConfig:
         eval=EvalConfig(**sections["eval"]),
         tracking=TrackingConfig(**sections["tracking"]),
     )
+
+
+def run(
+    config: RunConfig,
+    folder: Path,
+    target: TargetModel,
+    *,
+    stop_at: int | None = None,
+    notices: list[str] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train, killed at the progress line of step `stop_at`; `notices` gets the lines."""
+
+    def notice(text: str) -> None:
+        if notices is not None:
+            notices.append(text)
+        if stop_at is not None and text.startswith(f"step {stop_at} "):
+            raise Stopped
+
+    return train(config, runs_folder=folder, target=target, notice=notice, **settings)

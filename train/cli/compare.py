@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
     from infer.evaluate import render_prompts
     from train.compare import compare, contenders_of, read_recipes
-    from train.corpus.conversations import check_source
+    from train.corpus.reading import check_sources
     from train.measures import Measures
 
     if args.plot is not None:
@@ -106,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
         bench=args.speed,
     )
     configs = read_recipes(recipes, overrides, budget) if budget is not None else []
-    for source in configs[0].data.train + configs[0].data.eval if configs else ():
-        check_source(source)
+    if configs:
+        check_sources(configs[0].data)
     folder = args.runs / f"compare-{args.name or _default_name(args, configs, budget)}"
     contenders = contenders_of(configs, args.drafters, folder)
     chats = common.read_chats(args)
@@ -185,17 +185,17 @@ def _load_target(args: argparse.Namespace, configs: Sequence[RunConfig], folder:
     from infer.machine import dtype_name
     from infer.target import TargetModel
     from train.compare import read_state
+    from train.setup import load_model
+    from train.world import World
 
     common.quiet_loading()
-    if configs:
-        settings = configs[0].target
-        model, dtype, device = settings.model, str(settings.dtype), settings.device
-    else:
-        model, dtype, device = _target_of(args), args.dtype or "auto", args.device or "auto"
     stored = read_state(folder)
-    if dtype == "auto" and stored is not None:
-        dtype = stored["identity"]["target_dtype"]
-    target = TargetModel.load(model, dtype=dtype, device=device)
+    begun_with = None if stored is None else stored["identity"]["target_dtype"]
+    if configs:
+        target = load_model(configs[0], World(), dtype=begun_with)
+    else:
+        dtype = args.dtype or begun_with or "auto"
+        target = TargetModel.load(_target_of(args), dtype=dtype, device=args.device or "auto")
     common.note(f"target {target.name}, {dtype_name(target.dtype)} on {target.device}; {folder}")
     return target
 

@@ -1,58 +1,63 @@
-"""`headstart synth`: training conversations written by the target itself."""
+"""`headstart synth`: training data written by the target itself."""
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from infer.cli.common import output_file
+from train.cli.writing import add_writing_arguments, load_writing_target, read_requests, write_rows
 
-if TYPE_CHECKING:
-    from train.corpus.conversations import Conversation
-    from train.corpus.synth import SynthesisReport, Synthesizer
-
-HELP = "let the target write its own training conversations (or answer the requests of a file anew)"
-EXAMPLE = "headstart synth --target models/smollm2-135m --out data/smollm2.jsonl --num 1000"
+HELP = """\
+Let the target write its own training conversations, questions and answers. A base model, which has no chat template,
+writes plain texts instead (--raw): it goes on with those of --prompts, or begins with nothing.
+(Conversations of your own are answered anew by `headstart regenerate`.)"""
+EXAMPLE = """\
+headstart synth --target models/smollm2-135m --out data/smollm2.jsonl --num 1000
+headstart synth --raw --target path/or/base-model --out data/texts.jsonl --prompts beginnings.jsonl"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", required=True, help="folder or name of the target model")
-    parser.add_argument("--out", required=True, type=Path, help="JSON lines to write; continued if it exists")
-    parser.add_argument("--num", type=int, default=None, help="conversations to keep (default 1000, or all requests)")
-    parser.add_argument("--requests", help="take the user turns from this file or data set, and write only answers")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-prompt-tokens", type=int, default=96)
-    parser.add_argument("--max-answer-tokens", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=64, help="conversations generated together")
-    parser.add_argument("--greedy-share", type=float, default=0.5, help="share of answers at temperature 0")
-    parser.add_argument("--temperature", type=float, default=0.8, help="temperature of the other answers")
+    add_writing_arguments(parser)
+    parser.add_argument("--num", type=int, default=None, help="rows to keep (default 1000, or all requests)")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--requests", metavar="FILE", help="the same as headstart regenerate FILE")
+    source.add_argument("--prompts", metavar="FILE", help='--raw: beginnings of texts, as JSON lines {"text": ...}')
+    parser.add_argument("--raw", action="store_true", help="plain texts, for a base model: train with data.raw")
+    parser.add_argument(
+        "--max-prompt-tokens", type=int, default=96, help="tokens of a user turn, or of a text that is gone on with"
+    )
     parser.add_argument("--prompt-temperature", type=float, default=0.9, help="temperature of the user turns")
     parser.add_argument("--opening-share", type=float, default=0.5, help="share of user turns begun for the target")
     parser.add_argument("--second-turn-share", type=float, default=0.15, help="share of two-turn conversations")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    parser.add_argument("--json", type=output_file, help="write the counts to this file")
+    # What `regenerate` would ask, for --requests.
+    parser.set_defaults(top_p=1.0, top_k=0, max_length=2048, exactness="bitwise", decontaminate=[], limit=None)
 
 
 def run(args: argparse.Namespace) -> int:
-    from infer.chat import user_turn_prefix
-    from infer.cli import common
-    from infer.cli.common import write_json
-    from infer.engine import Engine
-    from infer.target import TargetModel
-    from train.corpus.conversations import load_conversations
-    from train.corpus.synth import SynthesisConfig, Synthesizer
-
-    requests = None
+    if args.prompts and not args.raw:
+        raise ValueError("--prompts gives beginnings of texts: add --raw (or answer chats: headstart regenerate FILE)")
+    if args.requests and args.raw:
+        raise ValueError("--requests are chats to answer, and --raw is for plain texts: give --prompts instead")
     if args.requests:
-        requests, load_report = load_conversations(args.requests, require_answer=False)
-        print(load_report.summary())
+        return _answer(args)
+    return _write(args)
+
+
+def _answer(args: argparse.Namespace) -> int:
+    from train.cli.regenerate import answer_requests
+
+    args.limit = args.num
+    requests = read_requests(args.requests)
+    return answer_requests(args, requests if args.num is None else requests[: args.num])
+
+
+def _write(args: argparse.Namespace) -> int:
+    from infer.chat import user_turn_prefix
+    from infer.engine import Engine
+    from infer.machine import dtype_name
+    from train.corpus.synth import SynthesisConfig, Synthesizer, TextWriter
+
     config = SynthesisConfig(
-        num_conversations=_num_wanted(args.num, requests),
+        num_conversations=1000 if args.num is None else args.num,
         seed=args.seed,
         max_prompt_tokens=args.max_prompt_tokens,
         max_answer_tokens=args.max_answer_tokens,
@@ -62,58 +67,20 @@ def run(args: argparse.Namespace) -> int:
         opening_share=args.opening_share,
         second_turn_share=args.second_turn_share,
     )
-    if args.batch < 1:
-        raise ValueError(f"--batch must be at least 1, given {args.batch}")
-    common.quiet_loading()
-    target = TargetModel.load(args.target, dtype=args.dtype, device=args.device)
-    max_length = config.max_sequence_length(len(user_turn_prefix(target.tokenizer)))
-    if requests is not None:
-        max_length = max(max_length, 2048)
-    max_length = min(max_length, target.max_length)
-    synthesizer = Synthesizer(
-        Engine(target, max_requests=args.batch, max_length=max_length),
-        target.tokenizer,
-        config,
-        args.out,
-        requests=requests,
-        target_fingerprint=target.fingerprint,
-        rows_per_chunk=4 * args.batch,
-        max_sequence_length=max_length,
+    beginnings = read_requests(args.prompts, raw=True) if args.prompts else None
+    target = load_writing_target(args)
+    prefix = [] if args.raw else user_turn_prefix(target.tokenizer)
+    max_length = min(config.max_sequence_length(len(prefix)), target.max_length)
+    options = {
+        "target_fingerprint": target.fingerprint,
+        "rows_per_chunk": 4 * args.batch,
+        "max_sequence_length": max_length,
+    }
+    engine = Engine(target, max_requests=args.batch, max_length=max_length)
+    dtype = {"dtype": dtype_name(target.dtype)}
+    writer = (
+        TextWriter(engine, target.tokenizer, config, args.out, beginnings=beginnings, settings=dtype, **options)
+        if args.raw
+        else Synthesizer(engine, target.tokenizer, config, args.out, settings=dtype, **options)
     )
-    report = _run_with_progress(synthesizer, config.num_conversations)
-    print(report.summary())
-    write_json(args.json, asdict(report))
-    if report.num_kept == 0:
-        raise ValueError(f"no conversation passed the filters:\n{report.summary()}")
-    return 0
-
-
-def _num_wanted(given: int | None, requests: Sequence[Conversation] | None) -> int:
-    if given is not None:
-        return given
-    return 1000 if requests is None else len(requests)
-
-
-def _run_with_progress(synthesizer: Synthesizer, total: int) -> SynthesisReport:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("conversations"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[tokens_per_second]:.0f} tokens/s"),
-        TimeRemainingColumn(),
-    )
-    started, num_tokens = time.perf_counter(), 0
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=600) as progress:
-        task = progress.add_task("", total=total, completed=len(synthesizer.file.rows), tokens_per_second=0.0)
-
-        def on_tokens(count: int) -> None:
-            nonlocal num_tokens
-            num_tokens += count
-            progress.update(task, tokens_per_second=num_tokens / (time.perf_counter() - started))
-
-        return synthesizer.run(
-            on_tokens=on_tokens, on_chunk=lambda report: progress.update(task, completed=report.num_kept)
-        )
+    return write_rows(args, writer, total=config.num_conversations)

@@ -1,16 +1,30 @@
-"""`headstart train`: run a recipe."""
+"""`headstart train`: run a recipe, in one process or as one of several."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infer.cli.common import output_file
 
-HELP = "train a draft head on a frozen target"
-EXAMPLE = "headstart train smollm2-135m-eagle3-demo"
+if TYPE_CHECKING:
+    from train.world import World
+
+HELP = (
+    "train a draft head on a frozen target\n\n"
+    "On several GPUs or machines a launcher starts one process for each, with its own options for hosts and ports:\n"
+    "  torchrun --no-python --nproc-per-node 8 headstart train RECIPE optim.accumulation=8\n"
+    "  deepspeed --no_python --num_gpus 8 headstart train RECIPE deepspeed.stage=2 optim.accumulation=8\n"
+    "A step sees optim.batch_size x optim.accumulation conversations however many processes share it."
+)
+EXAMPLE = """\
+headstart train smollm2-135m-eagle3-demo
+headstart train smollm2-135m-eagle3-demo --resume
+headstart train my-recipe.yaml target.model=path/or/hub-name data.train=my-chats.jsonl name=my-head"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,28 +38,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from configs.loading import load_config
     from infer.cli.common import quiet_loading, write_json
-    from train.corpus.conversations import check_source
+    from train.corpus.reading import check_sources
     from train.reports.report import describe_run
     from train.trainer import train
+    from train.world import World
 
     config = load_config(args.recipe, args.overrides)
-    for source in (*config.data.train, *config.data.eval):
-        check_source(source)
+    check_sources(config.data)
     quiet_loading()
+    world = World.from_environment()
     summary = train(
         config,
         runs_folder=args.runs,
         resume=args.resume,
         notice=lambda text: print(text, file=sys.stderr, flush=True),
+        world=world,
     )
     folder = args.runs / config.name
-    print(describe_run(folder))
-    if summary["best"] is not None:
-        print(f"wrote {folder / 'best'}")
-    write_json(args.json, summary)
-    if summary["status"] == "interrupted":
+    if world.is_main:
+        print(describe_run(folder))
+        if summary["best"] is not None:
+            print(f"wrote {folder / 'best'}")
+        write_json(args.json, summary)
+    status = 130 if summary["status"] == "interrupted" else 0
+    if status and world.is_main:
         runs = [] if args.runs == Path("runs") else ["--runs", str(args.runs)]
         again = shlex.join([args.recipe, *args.overrides, *runs, "--resume"])
         print(f"interrupted; go on with: headstart train {again}", file=sys.stderr)
-        return 130
-    return 0
+    if world.size > 1:
+        _leave(world, status)
+    return status
+
+
+def _leave(world: World, status: int) -> None:
+    """All is saved; sharded weights have made interpreters abort on their way out."""
+    world.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,29 +1,32 @@
 """Conversations from files and data sets: read row by row, checked by stated rules, counted, and rendered for
 training.
 
-Rows are parsed with plain `json`, never through a columnar schema, so columns of mixed types cannot break a
-file and unused ones are ignored. Every row is kept, kept after a named fix, or dropped for a named reason
-with its line number.
+Unused columns are ignored. Every row is kept, kept after a named fix, or dropped for a named reason with its line
+number.
 
 Fixes: consecutive messages of one role are joined; assistant messages before the first user message, messages
 after the last assistant message, and empty system messages are removed; text parts are joined. Drops:
 everything in `LoadReport.dropped`.
+
+Raw texts (`raw=True`, for base models) are another matter: a row's `text` is plain text, all of it is trained on, and
+what does not fit into one row fills further ones.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import itertools
 import re
 import unicodedata
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infer.chat import Rendered, is_unicode, render_training, special_ids
-from infer.prompts import load_prompts, normalise_text, prompt_hashes, text_hash
+from infer.chat import Rendered, encode_text, is_unicode, render_text, render_training, special_ids
+from infer.prompts import normalise_text
+from train.corpus.reading import RowFault, read_rows
 
 ROLES = {
     "user": "user",
@@ -43,14 +46,42 @@ ROLES = {
 
 CUT = "cut at the length limit"
 """What a `LoadReport` of rendering calls rows that lost their end."""
+SPLIT = "cut into several rows of the length limit"
+"""What it calls raw texts that became more than one row."""
 
+TEXT = "text"
+"""The role of a raw text, which is nobody's turn."""
+RAW_PROMPT_TOKENS = 256
+
+__all__ = [
+    "CUT",
+    "SPLIT",
+    "TEXT",
+    "Conversation",
+    "LoadReport",
+    "TrainingRow",
+    "check_mask",
+    "conversation_rows",
+    "holdout_threshold",
+    "is_held_out",
+    "label_counts",
+    "load_conversations",
+    "masked_runs",
+    "parse_row",
+    "raw_prompt",
+    "scan_conversations",
+    "split_holdout",
+    "tokenize_conversations",
+]
+
+_MESSAGE_FIELDS = ("messages", "conversations", "conversation")
 _CHATML_TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n?", re.DOTALL)
-_FILE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages that begin (after an optional system message) with the user's; `source` is "file:line"."""
+    """Messages that begin (after an optional system message) with the user's, or one raw text; `source` is
+    "file:line"."""
 
     messages: tuple[dict[str, str], ...]
     source: str
@@ -61,8 +92,14 @@ class Conversation:
     @property
     def prompt_key(self) -> str:
         """Hash of what the users say: equal for conversations that differ in their answers only."""
-        users = [normalise_text(message["content"]) for message in self.messages if message["role"] == "user"]
+        users = [normalise_text(message["content"]) for message in self.messages if message["role"] in ("user", TEXT)]
         return hashlib.sha256("\n".join(users).encode()).hexdigest()
+
+    @property
+    def line(self) -> int | None:
+        """Where it stands in its file, if its source says so."""
+        number = self.source.rpartition(":")[2]
+        return int(number) if number.isdecimal() else None
 
 
 @dataclass(kw_only=True)
@@ -100,54 +137,75 @@ class TrainingRow(Rendered):
     conversation: Conversation
 
 
-class RowFault(ValueError):
-    """Why one row is dropped."""
-
-
 def load_conversations(
-    source: str | Path, *, limit: int | None = None, require_answer: bool = True
+    source: str | Path, *, limit: int | None = None, require_answer: bool = True, raw: bool = False
 ) -> tuple[list[Conversation], LoadReport]:
     """Conversations of a JSON (lines or array) file, or of a `datasets` name, optionally `name:split`.
 
-    `require_answer=False` also keeps conversations without an assistant message (requests to be answered).
+    `require_answer=False` also keeps conversations without an assistant message (requests to be answered). `raw`: a
+    row's `text` is plain text rather than a chat in ChatML.
     """
     report = LoadReport()
-    conversations: list[Conversation] = []
-    unreadable_text: tuple[int, str] | None = None
-    num_texts = 0
-    for number, row in _rows(source):
-        if limit is not None and len(conversations) >= limit:
-            break
-        report.rows_in += 1
-        try:
-            if isinstance(row, RowFault):
-                raise row
-            raw_messages, is_text = _raw_messages(row)
-            num_texts += is_text
-            messages, fixes = _checked_messages(raw_messages, require_answer=require_answer)
-        except _TextFault as fault:
-            unreadable_text = unreadable_text or (number, fault.text)
-            report.dropped[str(fault)].append(number)
-            continue
-        except RowFault as fault:
-            report.dropped[str(fault)].append(number)
-            continue
-        for fix in fixes:
-            report.fixed[fix].append(number)
-        conversations.append(_conversation(row, messages, f"{source}:{number}"))
-    report.kept = len(conversations)
-    if unreadable_text is not None and not num_texts:
-        number, text = unreadable_text
-        raise ValueError(
-            f"{source}: no text row is ChatML (<|im_start|>role, newline, text, <|im_end|>, with \\n "
-            f"newlines); use a `messages` field instead. The first such row, line {number}, begins "
-            f"{text[:300]!r}"
-        )
+    found = scan_conversations(source, report, require_answer=require_answer, raw=raw)
+    conversations = list(itertools.islice(found, limit))
     if not conversations:
         raise ValueError(
             f"{source}: no conversation is left: {'; '.join(map(str.strip, report.summary().splitlines()))}"
         )
     return conversations, report
+
+
+def scan_conversations(
+    source: str | Path, report: LoadReport, *, require_answer: bool = True, raw: bool = False
+) -> Iterator[Conversation]:
+    """The same one by one; `report` grows as they come.
+
+    Raises at the end if there were `text` rows and none was readable: then it is the file's form that is wrong.
+    """
+    unreadable_text: tuple[int, str] | None = None
+    num_texts = 0
+    for number, row in read_rows(source):
+        report.rows_in += 1
+        try:
+            conversation, fixes = parse_row(row, f"{source}:{number}", require_answer=require_answer, raw=raw)
+        except RowFault as fault:
+            if isinstance(fault, _TextFault):
+                unreadable_text = unreadable_text or (number, fault.text)
+            report.dropped[str(fault)].append(number)
+            continue
+        for fix in fixes:
+            report.fixed[fix].append(number)
+        num_texts += _is_text(row)
+        report.kept += 1
+        yield conversation
+    if unreadable_text is not None and not num_texts:
+        number, text = unreadable_text
+        raise ValueError(
+            f"{source}: no text row is ChatML (<|im_start|>role, newline, text, <|im_end|>, with \\n "
+            "newlines); use a `messages` field instead, or raw text if it is plain text for a base model. The first "
+            f"such row, line {number}, begins {text[:300]!r}"
+        )
+
+
+def parse_row(
+    row: Any, source: str, *, require_answer: bool = True, raw: bool = False
+) -> tuple[Conversation, list[str]]:
+    """The conversation in a row of a file, and the names of the fixes it needed; RowFault if it is none."""
+    if isinstance(row, RowFault):
+        raise row
+    if _is_text(row) and raw:
+        messages, fixes = [_raw_message(row["text"])], list[str]()
+    else:
+        messages, fixes = _checked_messages(_messages_of(row), require_answer=require_answer)
+    fields = row if isinstance(row, dict) else {}
+    domain = fields.get("domain")
+    conversation = Conversation(
+        messages=tuple(messages),
+        source=source,
+        domain=domain if isinstance(domain, str) else None,
+        truncated=fields.get("truncated") is True,
+    )
+    return conversation, fixes
 
 
 def tokenize_conversations(
@@ -160,48 +218,101 @@ def tokenize_conversations(
 ) -> list[Rendered]:
     """Rendered rows (each a `TrainingRow`) of at most `max_length` tokens.
 
-    Longer rows are cut at the end. A row is dropped when the cut leaves no supervised token or the template cannot
-    render it; if none is left, the first template error (or the length limit) is raised. Both are noted in
-    `report` by the conversation's place, counted from 1.
+    Longer chats are cut at the end, longer raw texts into several rows. A conversation is dropped when the cut leaves
+    no supervised token or the template cannot render it; if none is left, the first template error (or the length
+    limit) is raised. Both are noted in `report` by the conversation's place, counted from 1.
     """
-    if max_length < 2:
-        raise ValueError(f"max_length must be at least 2 tokens, given {max_length}")
     report = report if report is not None else LoadReport()
     rows: list[Rendered] = []
     first_error: ValueError | None = None
     for number, conversation in enumerate(conversations, start=1):
         report.rows_in += 1
         try:
-            rendered = render_training(
-                tokenizer, conversation.messages, end_of_last=not conversation.truncated, raw=raw
-            )
+            found, lost_end = _rendered_rows(conversation, tokenizer, max_length, raw=raw)
         except ValueError as error:
             first_error = first_error or error
             report.dropped["refused by the chat template or its mask"].append(number)
             continue
-        row = TrainingRow(
-            token_ids=rendered.token_ids[:max_length],
-            loss_mask=rendered.loss_mask[:max_length],
-            conversation=conversation,
-        )
-        if not row.num_supervised:
-            report.dropped["no assistant token within the length limit"].append(number)
+        if not found:
+            reason = "no token to train on" if raw else "no assistant token within the length limit"
+            report.dropped[reason].append(number)
             continue
-        if len(rendered.token_ids) > max_length:
+        if lost_end:
             report.fixed[CUT].append(number)
-        rows.append(row)
-    report.kept += len(rows)
+        if len(found) > 1:
+            report.fixed[SPLIT].append(number)
+        report.kept += 1
+        rows.extend(found)
     if not rows:
         raise first_error or ValueError(
-            f"none of {len(conversations)} conversations has an assistant token within {max_length} tokens; "
-            "raise the length limit"
+            f"none of {len(conversations)} conversations has "
+            f"{'a token to train on' if raw else 'an assistant token'} within {max_length} tokens; raise the length "
+            "limit"
         )
     return rows
 
 
-def check_mask(tokenizer: Any, rendered: Rendered, messages: Sequence[Mapping[str, str]]) -> None:
-    """Refuse a mask that covers nothing, everything, or text that no assistant wrote."""
+def conversation_rows(
+    conversation: Conversation, tokenizer: Any, max_length: int, *, raw: bool = False
+) -> list[TrainingRow]:
+    """The rows of one conversation: one or none of a chat, as many of a raw text as it fills."""
+    return _rendered_rows(conversation, tokenizer, max_length, raw=raw)[0]
+
+
+def _rendered_rows(
+    conversation: Conversation, tokenizer: Any, max_length: int, *, raw: bool
+) -> tuple[list[TrainingRow], bool]:
+    """(rows, whether a chat lost its end)."""
+    if max_length < 2:
+        raise ValueError(f"max_length must be at least 2 tokens, given {max_length}")
+    if raw:
+        pieces = _raw_pieces(conversation, tokenizer, max_length)
+        masks = ([False] + [True] * (len(piece) - 1) for piece in pieces)
+        rows = [
+            TrainingRow(token_ids=piece, loss_mask=mask, conversation=conversation)
+            for piece, mask in zip(pieces, masks, strict=True)
+        ]
+        return rows, False
+    rendered = render_training(tokenizer, conversation.messages, end_of_last=not conversation.truncated)
+    row = TrainingRow(
+        token_ids=rendered.token_ids[:max_length],
+        loss_mask=rendered.loss_mask[:max_length],
+        conversation=conversation,
+    )
+    return ([row] if row.num_supervised else []), len(rendered.token_ids) > max_length
+
+
+def _raw_pieces(conversation: Conversation, tokenizer: Any, max_length: int) -> list[list[int]]:
+    """Token ids in pieces of at most `max_length`, of each of which all but the first are trained on.
+
+    That first token is the beginning-of-sequence token, without which some targets are lost, or where there is none
+    the last token of the piece before: so every token but a text's first is trained on exactly once.
+    """
+    text = render_text(tokenizer, conversation.messages, add_generation_prompt=False, raw=True)
+    if conversation.truncated:  # the end of a cut answer must not be taught
+        text = text.removesuffix(getattr(tokenizer, "eos_token", None) or "")
+    token_ids = encode_text(tokenizer, text)
+    begins = token_ids[:1] == [getattr(tokenizer, "bos_token_id", None)]
+    step = max_length - 1
+    starts = range(0, len(token_ids) - 1, step)
+    if not begins:
+        return [token_ids[start : start + max_length] for start in starts]
+    return [token_ids[:1] + token_ids[start + 1 : start + max_length] for start in starts]
+
+
+def raw_prompt(row: Rendered, max_tokens: int = RAW_PROMPT_TOKENS) -> list[int]:
+    """What a base model is given of a held-out raw text, to write the rest: its first half, within the limit."""
+    return row.token_ids[: max(1, min(max_tokens, len(row.token_ids) // 2))]
+
+
+def check_mask(tokenizer: Any, rendered: Rendered, messages: Sequence[Mapping[str, str]], *, raw: bool = False) -> None:
+    """Refuse a mask that covers nothing, everything, or text that no assistant wrote; of a raw text, one that does not
+    cover all but the first token."""
     supervised, total = rendered.num_supervised, len(rendered.token_ids)
+    if raw:
+        if rendered.loss_mask != [False] + [True] * (total - 1):
+            raise ValueError(f"the loss mask covers {supervised} of {total} tokens; a raw text needs all but the first")
+        return
     if supervised in (0, total):
         raise ValueError(f"the loss mask covers {supervised} of {total} tokens; a chat needs some and not all")
     special = special_ids(tokenizer)
@@ -226,6 +337,15 @@ def masked_runs(rendered: Rendered) -> Iterator[list[int]]:
         yield run
 
 
+def label_counts(rows: Iterable[Rendered]) -> Counter[int]:
+    """Tokens under the loss, by id."""
+    counts: Counter[int] = Counter()
+    for row in rows:
+        for run in masked_runs(row):
+            counts.update(run)
+    return counts
+
+
 def split_holdout(
     conversations: Sequence[Conversation], fraction: float
 ) -> tuple[list[Conversation], list[Conversation]]:
@@ -239,8 +359,8 @@ def split_holdout(
     if fraction == 0 or not conversations:
         return list(conversations), []
     keys = [conversation.prompt_key for conversation in conversations]
-    threshold = max(int(fraction * 16**16), int(min(keys)[:16], 16) + 1)
-    held_out = [int(key[:16], 16) < threshold for key in keys]
+    threshold = holdout_threshold(keys, fraction)
+    held_out = [is_held_out(key, threshold) for key in keys]
     train = [conversation for conversation, held in zip(conversations, held_out, strict=True) if not held]
     if not train:
         raise ValueError(
@@ -249,104 +369,14 @@ def split_holdout(
     return train, [conversation for conversation, held in zip(conversations, held_out, strict=True) if held]
 
 
-def decontaminate(conversations: Sequence[Conversation], report: LoadReport | None = None) -> list[Conversation]:
-    """Conversations in which no user says what an evaluation prompt of the default set says."""
-    hashes = prompt_hashes(load_prompts())
-    kept = []
-    for number, conversation in enumerate(conversations, start=1):
-        users = (message["content"] for message in conversation.messages if message["role"] == "user")
-        if any(text_hash(text) in hashes for text in users):
-            if report is not None:
-                report.dropped["evaluation prompt"].append(number)
-                report.kept -= 1
-        else:
-            kept.append(conversation)
-    return kept
+def holdout_threshold(keys: Sequence[str], fraction: float) -> int:
+    """What `is_held_out` compares prompt keys with: the fraction of all keys, and at least one of `keys`."""
+    return max(int(fraction * 16**16), int(min(keys)[:16], 16) + 1)
 
 
-def check_source(source: str | Path) -> None:
-    """Refuse a path to no file, before anything is loaded. Other names may be data sets of the Hub."""
-    path = Path(source)
-    if not path.is_file() and (path.suffix in _FILE_SUFFIXES or path.is_absolute()):
-        raise FileNotFoundError(f"no conversations file at {path}")
-
-
-def _rows(source: str | Path) -> Iterator[tuple[int, Any]]:
-    """(line number, parsed row or RowFault) of a file, or (row number, row) of a data set."""
-    path = Path(source)
-    check_source(path)
-    if path.is_file() and path.suffix in (".parquet", ".arrow", ".csv"):
-        yield from _dataset_rows(path.suffix[1:], data_files=str(path))
-    elif path.is_file():
-        yield from _file_rows(path)
-    else:
-        name, _, split = str(source).partition(":")
-        yield from _dataset_rows(name, split=split or "train")
-
-
-def _dataset_rows(name: str, *, split: str = "train", data_files: str | None = None) -> Iterator[tuple[int, Any]]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"{data_files or name!r} is not a JSON file, and the `datasets` package is not installed; "
-            "install it or give a .jsonl file"
-        ) from error
-    rows = datasets.load_dataset(name, split=split, data_files=data_files, streaming=True)
-    yield from enumerate((dict(row) for row in rows), start=1)
-
-
-def _file_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open("rb") as stream:
-        first = stream.readline().removeprefix(b"\xef\xbb\xbf").strip()
-        rest_is_blank = not stream.read(4096).strip()
-    if first.startswith(b"[") and (rest_is_blank or not _is_json(first)):
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is one JSON array that is not UTF-8: {error}") from error
-        yield from _array_rows(text)
-    else:
-        yield from _line_rows(path)
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _line_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open("rb") as stream:  # bytes: only \n ends a line, whatever the text holds
-        for number, line in enumerate(stream, start=1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if text.strip():
-                    yield number, json.loads(text)
-            except UnicodeDecodeError:
-                yield number, RowFault("not UTF-8")
-            except (ValueError, RecursionError):  # the latter: nested too deeply
-                yield number, RowFault("not JSON")
-
-
-def _array_rows(text: str) -> Iterator[tuple[int, Any]]:
-    """Elements of one JSON array, with the lines they begin on; a file cut short loses its last element."""
-    decoder = json.JSONDecoder()
-    position, line, counted = text.index("[") + 1, 1, 0
-    while True:
-        while position < len(text) and text[position] in " \t\r\n,":
-            position += 1
-        line, counted = line + text.count("\n", counted, position), position
-        if position >= len(text) or text[position] == "]":
-            return
-        try:
-            row, position = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError):
-            yield line, RowFault("not JSON (the array ends here)")
-            return
-        yield line, row
+def is_held_out(key: str, threshold: int) -> bool:
+    """Whether the conversations of this prompt key are kept out of training."""
+    return int(key[:16], 16) < threshold
 
 
 class _TextFault(RowFault):
@@ -355,20 +385,29 @@ class _TextFault(RowFault):
         self.text = text
 
 
-def _raw_messages(row: Any) -> tuple[list[Any], bool]:
-    """The row's list of messages, and whether it was parsed out of a `text` field."""
+def _messages_of(row: Any) -> list[Any]:
+    """The row's messages, not looked at yet."""
     if isinstance(row, list):
-        return row, False
+        return row
     if not isinstance(row, dict):
         raise RowFault("row is not an object")
-    for key in ("messages", "conversations", "conversation"):
+    for key in _MESSAGE_FIELDS:
         if row.get(key) is not None:
             if not isinstance(row[key], list):
                 raise RowFault(f"{key} is not a list")
-            return row[key], False
-    if isinstance(row.get("text"), str):
-        return _parse_chatml(row["text"]), True
+            return list(row[key])
+    if _is_text(row):
+        return _parse_chatml(row["text"])
     raise RowFault("no messages, conversations or text field")
+
+
+def _is_text(row: Any) -> bool:
+    """Whether the row is a text rather than messages."""
+    return (
+        isinstance(row, dict)
+        and all(row.get(key) is None for key in _MESSAGE_FIELDS)
+        and isinstance(row.get("text"), str)
+    )
 
 
 def _parse_chatml(text: str) -> list[dict[str, str]]:
@@ -381,17 +420,6 @@ def _parse_chatml(text: str) -> list[dict[str, str]]:
     if not messages or text[position:].strip():
         raise _TextFault(text)
     return messages
-
-
-def _conversation(row: Any, messages: Sequence[dict[str, str]], source: str) -> Conversation:
-    fields = row if isinstance(row, dict) else {}
-    domain = fields.get("domain")
-    return Conversation(
-        messages=tuple(messages),
-        source=source,
-        domain=domain if isinstance(domain, str) else None,
-        truncated=fields.get("truncated") is True,
-    )
 
 
 def _checked_messages(raw_messages: list[Any], *, require_answer: bool) -> tuple[list[dict[str, str]], list[str]]:
@@ -411,6 +439,14 @@ def _checked_messages(raw_messages: list[Any], *, require_answer: bool) -> tuple
     if any(not message["content"].strip() for message in turns):
         raise RowFault("empty content")
     return system + _trimmed(turns, fixes, require_answer=require_answer), list(dict.fromkeys(fixes))
+
+
+def _raw_message(text: str) -> dict[str, str]:
+    if not text.strip():
+        raise RowFault("empty text")
+    if not is_unicode(text):
+        raise RowFault("text with half a surrogate pair")
+    return {"role": TEXT, "content": text}
 
 
 def _parse_message(message: Any, fixes: list[str]) -> dict[str, str]:

@@ -1,132 +1,53 @@
-"""Training conversations written by the target itself: it completes an empty user turn, then answers it.
-
-Every attempt has its own seed, derived from (seed, attempt number), and is judged only against rows kept
-before it, so the data do not depend on batch size or on interruptions. The file grows by whole lines; a
-restart continues after the last one. With a file of requests, the user turns come from there and only the
-answers are written anew.
-
-Knows nothing about training, and about the engine only that it completes token ids.
-"""
+"""Training conversations written by the target itself: it completes an empty user turn, then answers it. A base model,
+which knows no turns, goes on writing texts instead."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from infer.chat import end_of_user_turn_id, render_prompt, special_ids, tokenizer_hash, user_turn_prefix
+from infer.chat import encode_text, end_of_user_turn_id, render_prompt, user_turn_prefix
 from infer.prompts import load_prompts, text_hash, user_texts
 from infer.sampling import SamplingParams
-from train.corpus.conversations import Conversation
-from train.corpus.filters import NearDuplicates, first_repetition, prompt_fault, repeated_share
-
-OPENINGS: dict[str, tuple[str, ...]] = {
-    "code": (
-        "Write a Python function that",
-        "Write a Python program to",
-        "Write a JavaScript function",
-        "Write an SQL query",
-        "How do I",
-        "Explain what this code does:",
-        "Fix the bug in this Python code:",
-        "What is the difference between a list and",
-    ),
-    "mathematics": (
-        "What is the sum of",
-        "Solve for x:",
-        "Solve the equation",
-        "Calculate the",
-        "Find the area of",
-        "A train",
-        "A store sells",
-        "If a",
-        "What is the probability",
-        "Tom has",
-    ),
-    "question answering": (
-        "What is the",
-        "What are the",
-        "Who was",
-        "Who wrote",
-        "Why do",
-        "Why is",
-        "How does",
-        "When did",
-        "Where is",
-        "What causes",
-        "Explain",
-    ),
-    "translation": (
-        "Translate the following sentence into French:",
-        "Translate the following sentence into Spanish:",
-        "Translate this sentence to German:",
-        "Translate to English:",
-        'How do you say "',
-    ),
-    "summarising": (
-        "Summarize the following text:",
-        "Summarize this paragraph in one sentence:",
-        "Write a short summary of the following article:",
-        "Give me the key points of this passage:",
-        "Rewrite the following paragraph in simpler words:",
-    ),
-    "retrieval": (
-        "Read the passage and answer the question.\n\nPassage:",
-        "Based on the following text, answer the question.\n\nText:",
-        "According to the passage below,",
-        "Extract all the names from the following text:",
-    ),
-    "chat": (
-        "Write a short story about",
-        "Write a poem about",
-        "Write an email to",
-        "Give me three tips",
-        "I feel",
-        "Suggest",
-        "Plan a",
-        "What should I",
-        "Imagine you are",
-        "List five",
-    ),
-}
-"""First words put into the target's mouth for a share of the user turns, so that all domains occur."""
-
-LONG_DOMAINS = ("summarising", "retrieval")
-"""Domains whose user turn carries a passage and may be three times as long."""
+from train.corpus.contamination import Contamination
+from train.corpus.conversations import TEXT, Conversation
+from train.corpus.filters import NearDuplicates, prompt_fault
+from train.corpus.openings import LONG_DOMAINS, OPENINGS
+from train.corpus.regenerate import requests_hash
+from train.corpus.writing import (
+    Attempt,
+    AttemptT,
+    CompletionEngine,
+    OnTokens,
+    Writer,
+    WritingConfig,
+    WritingReport,
+    derived_seed,
+    uniforms,
+    without_end,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SynthesisConfig:
-    """What decides the data. Two runs with equal settings and target write the same rows.
-
-    An answer with more than `max_repeated_share` of its tokens in repeated 8-grams is cut where it first
-    repeats itself and marked truncated, or dropped if fewer than `min_tokens_before_loop` tokens come before.
-    """
+class SynthesisConfig(WritingConfig):
+    """What decides the data: user turns are sampled, and a share of them begun for the target."""
 
     num_conversations: int
-    seed: int = 0
     max_prompt_tokens: int = 96
-    max_answer_tokens: int = 256
     prompt_temperature: float = 0.9
     prompt_top_p: float = 0.95
     prompt_top_k: int = 200  # cheap beside top-p alone, which must sort the whole vocabulary where the law is flat
-    greedy_share: float = 0.5
-    temperature: float = 0.8
     opening_share: float = 0.5
     second_turn_share: float = 0.15
-    max_repeated_share: float = 0.3
-    min_tokens_before_loop: int = 32
 
     def __post_init__(self) -> None:
-        for name in ("num_conversations", "max_prompt_tokens", "max_answer_tokens"):
+        super().__post_init__()
+        for name in ("num_conversations", "max_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, given {getattr(self, name)}")
-        for name in ("greedy_share", "opening_share", "second_turn_share", "max_repeated_share"):
+        for name in ("opening_share", "second_turn_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share between 0 and 1, given {getattr(self, name)}")
         if self.prompt_temperature <= 0 or not 0 < self.prompt_top_p <= 1:
@@ -134,91 +55,47 @@ class SynthesisConfig:
                 "user turns are sampled: prompt_temperature must be above 0 and prompt_top_p in (0, 1], "
                 f"given {self.prompt_temperature} and {self.prompt_top_p}"
             )
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 (greedy) or more, given {self.temperature}")
 
     def max_sequence_length(self, prefix_tokens: int) -> int:
-        """Longest sequence that synthesis without a file of requests can reach."""
+        """Longest sequence that synthesis can reach."""
         return prefix_tokens + 2 * (3 * self.max_prompt_tokens + self.max_answer_tokens) + 64
 
 
-class Completed(Protocol):
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def finish_reason(self) -> str: ...
-
-
-class CompletionEngine(Protocol):
-    """The part of the engine used here."""
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams],
-        *,
-        progress: Callable[[int], None] | None = None,
-    ) -> Sequence[Completed]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class SynthesisReport:
-    """Counts over the whole file, earlier runs included."""
-
-    num_kept: int
-    num_attempts: int
-    num_tokens: int
-    dropped: dict[str, int]
-
-    def summary(self) -> str:
-        lines = [f"{self.num_kept} conversations kept of {self.num_attempts} attempts"]
-        lines += [f"  {count:6d} dropped: {reason}" for reason, count in sorted(self.dropped.items(), key=_by_count)]
-        return "\n".join(lines)
-
-
 @dataclass(kw_only=True)
-class _Attempt:
-    """One conversation in the making."""
-
-    number: int
-    seed: int
-    temperature: float
+class _Chat(Attempt):
     num_turns: int
-    domain: str | None = None
     opening: str = ""
-    given: Conversation | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
-    num_answer_tokens: int = 0
-    truncated: bool = False
-    fault: str | None = None
-
-    @property
-    def active(self) -> bool:
-        return self.fault is None and not self.truncated
-
-    def fail(self, reason: str) -> None:
-        """Drop the unfinished turn; only a conversation without a finished one is lost."""
-        if self.messages and self.messages[-1]["role"] == "user":
-            self.messages.pop()
-        if self.given is not None or not self.messages:
-            self.fault = reason
-        else:
-            self.num_turns = 0
-
-    def row(self, config: SynthesisConfig) -> dict[str, Any]:
-        row: dict[str, Any] = {
-            "messages": self.messages,
-            "id": f"synth-{config.seed}-{self.number}",
-            "seed": self.seed,
-            "temperature": self.temperature,
-            "truncated": self.truncated,
-            "num_answer_tokens": self.num_answer_tokens,
-        }
-        return row | ({"domain": self.domain} if self.domain else {})
 
 
-class Synthesizer:
-    """Writes `config.num_conversations` rows to `out` with an engine that completes token ids."""
+class _FreeWriter(Writer[AttemptT, SynthesisConfig]):
+    """Attempts until there are `config.num_conversations` rows; ValueError where hardly any attempt becomes one."""
+
+    advice: str
+    """What helps then."""
+
+    def _next_numbers(self, report: WritingReport) -> range:
+        """As many as are likely to be needed at the yield seen so far (a guess of 60 % before any)."""
+        chance = max(0.1, report.num_kept / report.num_attempts) if report.num_attempts else 0.6
+        needed = int((self.config.num_conversations - report.num_kept) / chance * 1.05) + 1
+        start = self.file.next_attempt
+        return range(start, start + min(self.rows_per_chunk, needed))
+
+    def _is_enough(self, num_kept: int) -> bool:
+        return num_kept >= self.config.num_conversations
+
+    def _check_yield(self, report: WritingReport) -> None:
+        if report.num_attempts > 256 + 20 * max(report.num_kept, self.rows_per_chunk):
+            raise ValueError(
+                f"only {report.num_kept} of {report.num_attempts} attempts passed the filters; {self.advice}:\n"
+                f"{report.summary()}"
+            )
+
+
+class Synthesizer(_FreeWriter[_Chat]):
+    """Writes `config.num_conversations` chats."""
+
+    kind = "synth"
+    advice = "the target does not write usable user turns from its template alone (use --requests)"
 
     def __init__(
         self,
@@ -227,88 +104,39 @@ class Synthesizer:
         config: SynthesisConfig,
         out: str | Path,
         *,
-        requests: Sequence[Conversation] | None = None,
-        target_fingerprint: str = "",
-        rows_per_chunk: int = 128,
-        max_sequence_length: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
-        self.engine, self.tokenizer, self.config = engine, tokenizer, config
-        self.requests = requests
-        self.rows_per_chunk = rows_per_chunk
-        self.max_sequence_length = max_sequence_length
-        self.special = special_ids(tokenizer)
-        self.file = _DataFile(
-            Path(out),
-            {
-                **asdict(config),
-                "target": target_fingerprint,
-                "tokenizer": tokenizer_hash(tokenizer),
-                "requests": _requests_hash(requests),
-            },
-        )
+        """`settings`: what else decides the rows; `options`: those of `Writer`."""
+        super().__init__(engine, tokenizer, config, out, settings={"requests": "", **(settings or {})}, **options)
         evaluation = user_texts(load_prompts())
         self.evaluation_hashes = {text_hash(text) for text in evaluation}
         self.evaluation = NearDuplicates(evaluation)
         self.kept = NearDuplicates(_first_user_text(row["messages"]) for row in self.file.rows)
 
-    def run(
-        self,
-        *,
-        on_tokens: Callable[[int], None] | None = None,
-        on_chunk: Callable[[SynthesisReport], None] | None = None,
-    ) -> SynthesisReport:
-        """Generate until enough rows are kept (or the requests are used up); `on_chunk` sees counts as they
-        grow.
-        """
-        report = self.file.report()
-        while report.num_kept < self.config.num_conversations and (numbers := self._next_attempts(report)):
-            attempts = [self._begin(number) for number in numbers]
-            self._write_conversations(attempts, on_tokens)
-            self._commit(attempts, report.num_kept)
-            report = self.file.report()
-            if on_chunk is not None:
-                on_chunk(report)
-            self._check_yield(report)
-        return report
-
-    def _next_attempts(self, report: SynthesisReport) -> range:
-        start = self.file.next_attempt
-        # As many as are likely to be needed at the yield seen so far (a guess of 60 % before any).
-        chance = max(0.1, report.num_kept / report.num_attempts) if report.num_attempts else 0.6
-        needed = int((self.config.num_conversations - report.num_kept) / chance * 1.05) + 1
-        stop = start + min(self.rows_per_chunk, needed)
-        return range(start, stop if self.requests is None else min(stop, len(self.requests)))
-
-    def _begin(self, number: int) -> _Attempt:
+    def _begin(self, number: int) -> _Chat:
         config = self.config
-        draw = _uniforms(config.seed, number)
-        attempt = _Attempt(
+        draw = uniforms(config.seed, number)
+        attempt = _Chat(
             number=number,
-            seed=_derived_seed(config.seed, number),
-            temperature=0.0 if next(draw) < config.greedy_share else config.temperature,
+            seed=derived_seed(config.seed, number),
+            temperature=self._temperature(next(draw)),
             num_turns=2 if next(draw) < config.second_turn_share else 1,
         )
-        if self.requests is not None:
-            attempt.given = self.requests[number]
-            attempt.domain = attempt.given.domain
-            attempt.num_turns = sum(message["role"] == "user" for message in attempt.given.messages)
-            attempt.messages = [dict(m) for m in attempt.given.messages if m["role"] == "system"]
-        elif next(draw) < config.opening_share:
+        if next(draw) < config.opening_share:
             attempt.domain = _pick(list(OPENINGS), next(draw))
             attempt.opening = _pick(OPENINGS[attempt.domain], next(draw))
         return attempt
 
-    def _write_conversations(self, attempts: list[_Attempt], on_tokens: Callable[[int], None] | None) -> None:
+    def _write(self, attempts: list[_Chat], on_tokens: OnTokens) -> None:
         for turn in range(max(attempt.num_turns for attempt in attempts)):
-            active = [attempt for attempt in attempts if attempt.active and attempt.num_turns > turn]
-            if self.requests is None:
-                self._write_user_turns(active, turn, on_tokens)
-            else:
-                self._copy_user_turns(active, turn)
-            active = [attempt for attempt in active if attempt.active and attempt.num_turns > turn]
-            self._write_answers(active, turn, on_tokens)
+            begun = [attempt for attempt in attempts if attempt.active and attempt.num_turns > turn]
+            self._write_user_turns(begun, turn, on_tokens)
+            begun = [attempt for attempt in begun if attempt.active]
+            prompts = [render_prompt(self.tokenizer, attempt.messages) for attempt in begun]
+            self._complete(begun, prompts, turn, on_tokens)
 
-    def _write_user_turns(self, attempts: list[_Attempt], turn: int, on_tokens: Callable[[int], None] | None) -> None:
+    def _write_user_turns(self, attempts: list[_Chat], turn: int, on_tokens: OnTokens) -> None:
         stop_id = end_of_user_turn_id(self.tokenizer)
         prompts, params, begun = [], [], []
         for attempt in attempts:
@@ -329,26 +157,17 @@ class Synthesizer:
                     top_k=self.config.prompt_top_k,
                     max_tokens=max_tokens,
                     stop_token_ids=(stop_id,),
-                    seed=_derived_seed(attempt.seed, f"user {turn}"),
+                    seed=derived_seed(attempt.seed, f"user {turn}"),
                 )
             )
         for attempt, completion in zip(begun, self._generate(prompts, params, on_tokens), strict=True):
-            token_ids = _without_end(completion.token_ids, self.special)
+            token_ids = without_end(completion.token_ids, self.special)
             text = ((attempt.opening if turn == 0 else "") + self.tokenizer.decode(token_ids)).strip()
             fault = "prompt too long" if completion.finish_reason == "length" else self._prompt_fault(text, token_ids)
             if fault is not None:
                 attempt.fail(fault)
             else:
                 attempt.messages.append({"role": "user", "content": text})
-
-    def _copy_user_turns(self, attempts: list[_Attempt], turn: int) -> None:
-        for attempt in attempts:
-            assert attempt.given is not None
-            users = [message["content"] for message in attempt.given.messages if message["role"] == "user"]
-            if text_hash(users[turn]) in self.evaluation_hashes:
-                attempt.fail("evaluation prompt")
-            else:
-                attempt.messages.append({"role": "user", "content": users[turn]})
 
     def _prompt_fault(self, text: str, token_ids: Sequence[int]) -> str | None:
         if self.special.intersection(token_ids):
@@ -357,206 +176,107 @@ class Synthesizer:
             return "evaluation prompt"
         return prompt_fault(text, token_ids)
 
-    def _write_answers(self, attempts: list[_Attempt], turn: int, on_tokens: Callable[[int], None] | None) -> None:
-        prompts, params, answered = [], [], []
-        for attempt in attempts:
-            prompt = render_prompt(self.tokenizer, attempt.messages)
-            if not self._fits(prompt, self.config.max_answer_tokens):
-                attempt.fail("prompt too long")
-                continue
-            answered.append(attempt)
-            prompts.append(prompt)
-            params.append(
-                SamplingParams(
-                    temperature=attempt.temperature,
-                    max_tokens=self.config.max_answer_tokens,
-                    seed=_derived_seed(attempt.seed, f"answer {turn}"),
-                )
-            )
-        for attempt, completion in zip(answered, self._generate(prompts, params, on_tokens), strict=True):
-            self._take_answer(attempt, completion)
+    def _judge(self, attempt: _Chat) -> str | None:
+        first = _first_user_text(attempt.messages)
+        if first in self.kept:
+            return "duplicate prompt"
+        self.kept.add(first)
+        return None
 
-    def _fits(self, prompt: Sequence[int], max_tokens: int) -> bool:
-        return self.max_sequence_length is None or len(prompt) + max_tokens <= self.max_sequence_length
 
-    def _take_answer(self, attempt: _Attempt, completion: Completed) -> None:
-        token_ids = _without_end(completion.token_ids, self.special)
-        truncated = completion.finish_reason == "length"
-        if repeated_share(token_ids) > self.config.max_repeated_share:
-            # Greedy text of small models often ends in a loop; what comes before is still the target's own.
-            token_ids, truncated = token_ids[: first_repetition(token_ids)], True
-            if len(token_ids) < self.config.min_tokens_before_loop:
-                attempt.fail("answer loops")
-                return
-        text = self.tokenizer.decode(token_ids)
-        if truncated:
-            text = text.rstrip("\ufffd")  # a cut may fall between a character's bytes
-        if not text.strip():
-            attempt.fail("answer empty")
-        elif self.special.intersection(token_ids) or "\ufffd" in text:
-            attempt.fail("answer holds special tokens or broken characters")
-        else:
-            attempt.messages.append({"role": "assistant", "content": text})
-            attempt.num_answer_tokens += len(token_ids)
-            attempt.truncated = truncated
+class TextWriter(_FreeWriter[Attempt]):
+    """Writes `config.num_conversations` texts: those of `beginnings`, one after another and over again, gone on with;
+    or new ones, from the beginning-of-sequence token alone."""
 
-    def _generate(
+    kind = "text"
+    advice = "give other beginnings (--prompts), or a higher temperature"
+
+    def __init__(
         self,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams],
-        on_tokens: Callable[[int], None] | None,
-    ) -> Sequence[Completed]:
-        if not prompts:
-            return []
-        return self.engine.generate(prompts, params, progress=on_tokens)
+        engine: CompletionEngine,
+        tokenizer: Any,
+        config: SynthesisConfig,
+        out: str | Path,
+        *,
+        beginnings: Sequence[Conversation] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """`settings`: what else decides the rows; `options`: those of `Writer`."""
+        everything = {"requests": requests_hash(beginnings), "raw": True, **(settings or {})}
+        super().__init__(engine, tokenizer, config, out, settings=everything, **options)
+        self.beginnings = beginnings
+        self.contamination = Contamination.of()
+        self.start = _start_of_text(tokenizer)
+        self.kept = NearDuplicates((row["text"] for row in self.file.rows), threshold=0.8)
 
-    def _commit(self, attempts: list[_Attempt], num_kept: int) -> None:
-        """Judge duplicates in attempt order and write; attempts after the last wanted row are left for
-        another run.
-        """
-        rows: list[dict[str, Any]] = []
-        dropped = Counter[str]()
-        next_attempt = attempts[0].number
-        for attempt in attempts:
-            if num_kept + len(rows) >= self.config.num_conversations:
-                break
-            next_attempt = attempt.number + 1
-            first = _first_user_text(attempt.messages)
-            if attempt.fault is None and self.requests is None and first in self.kept:
-                attempt.fault = "duplicate prompt"
-            if attempt.fault is not None:
-                dropped[attempt.fault] += 1
-                continue
-            self.kept.add(first)
-            rows.append(attempt.row(self.config))
-        self.file.append(rows, dropped, next_attempt)
+    def _begin(self, number: int) -> Attempt:
+        draw = uniforms(self.config.seed, number)
+        # Without a beginning, greedy texts would all be the same one.
+        temperature = self._temperature(next(draw)) if self.beginnings else self.config.temperature
+        attempt = Attempt(number=number, seed=derived_seed(self.config.seed, number), temperature=temperature)
+        if self.beginnings:
+            given = self.beginnings[number % len(self.beginnings)]
+            attempt.domain = given.domain
+            attempt.messages = [{"role": TEXT, "content": self._beginning(given.messages[0]["content"])}]
+            if self.contamination.reason(given) is not None:
+                attempt.fail("evaluation prompt")
+        return attempt
 
-    def _check_yield(self, report: SynthesisReport) -> None:
-        if report.num_attempts > 256 + 20 * max(report.num_kept, self.rows_per_chunk) and self.requests is None:
-            raise ValueError(
-                f"only {report.num_kept} of {report.num_attempts} attempts passed the filters; the target "
-                "does not write usable user turns from its template alone (use "
-                f"--requests):\n{report.summary()}"
-            )
+    def _write(self, attempts: list[Attempt], on_tokens: OnTokens) -> None:
+        begun = [attempt for attempt in attempts if attempt.active]
+        self._complete(begun, [self._prompt(attempt) for attempt in begun], 0, on_tokens)
+
+    def _beginning(self, text: str) -> str:
+        """The first `max_prompt_tokens` tokens of a text: what comes after them is the target's to write."""
+        token_ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(token_ids) <= self.config.max_prompt_tokens:
+            return text
+        return str(self.tokenizer.decode(token_ids[: self.config.max_prompt_tokens])).rstrip("\ufffd")
+
+    def _prompt(self, attempt: Attempt) -> list[int]:
+        if not attempt.messages:
+            return self.start
+        token_ids = encode_text(self.tokenizer, attempt.messages[0]["content"])
+        return without_end(token_ids, self.special) if len(token_ids) > 1 else token_ids
+
+    def _decode(self, attempt: Attempt, token_ids: Sequence[int]) -> str:
+        """What the tokens add to the text before them: decoded alone they may lose the blank they begin with."""
+        before = [token_id for token_id in self._prompt(attempt) if token_id not in self.special]
+        known, whole = self.tokenizer.decode(before), self.tokenizer.decode([*before, *token_ids])
+        return str(whole[len(known) :] if before and whole.startswith(known) else self.tokenizer.decode(token_ids))
+
+    def _judge(self, attempt: Attempt) -> str | None:
+        text = _whole_text(attempt)
+        if text in self.kept:
+            return "duplicate text"
+        self.kept.add(text)
+        return None
+
+    def _row(self, attempt: Attempt) -> dict[str, Any]:
+        row = super()._row(attempt)
+        del row["messages"]
+        return {"text": _whole_text(attempt), **row}
 
 
-class _DataFile:
-    """The JSON lines so far and, beside them, `<name>.state.json` with settings and counts.
+def _start_of_text(tokenizer: Any) -> list[int]:
+    """What a base model begins a text after: its beginning-of-sequence token, or the end of the text before."""
+    for name in ("bos_token_id", "eos_token_id"):
+        token_id = getattr(tokenizer, name, None)
+        if token_id is not None:
+            return [int(token_id)]
+    raise ValueError(
+        "the tokenizer has neither a BOS nor an EOS token to begin a text with: give beginnings (--prompts)"
+    )
 
-    The state is there before the first line; after that lines are written and synced before the state, so a
-    crash can only leave the state behind the lines: attempts in between are read off the last line's id.
-    """
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self.path, self.settings = path, settings
-        self.state_path = path.with_name(path.name + ".state.json")
-        self.rows = self._read_rows()
-        state = self._read_state()
-        self.dropped = Counter[str](state.get("dropped", {}))
-        last = int(self.rows[-1]["id"].rsplit("-", 1)[1]) + 1 if self.rows else 0
-        self.next_attempt = max(last, state.get("next_attempt", 0)) if self.rows else 0
-        if not self.rows:
-            self.dropped.clear()
-
-    def append(self, rows: Sequence[dict[str, Any]], dropped: Counter[str], next_attempt: int) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self.rows:  # lines without settings beside them could not be continued
-            self._write_state()
-        with self.path.open("ab") as stream:
-            for row in rows:
-                stream.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
-            stream.flush()
-            os.fsync(stream.fileno())
-        self.rows += rows
-        self.dropped += dropped
-        self.next_attempt = next_attempt
-        self._write_state()
-
-    def _write_state(self) -> None:
-        state = {"settings": self.settings, "next_attempt": self.next_attempt, "dropped": dict(self.dropped)}
-        partial = self.state_path.with_name(self.state_path.name + ".partial")
-        partial.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, self.state_path)
-
-    def report(self) -> SynthesisReport:
-        return SynthesisReport(
-            num_kept=len(self.rows),
-            num_attempts=self.next_attempt,
-            num_tokens=sum(row["num_answer_tokens"] for row in self.rows),
-            dropped=dict(self.dropped),
-        )
-
-    def _read_rows(self) -> list[dict[str, Any]]:
-        if not self.path.exists():
-            return []
-        content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        rows = []
-        for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
-            try:
-                row = json.loads(line)
-                row["messages"][0]["content"], int(row["id"].rsplit("-", 1)[1]), row["num_answer_tokens"]
-            except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-                raise ValueError(
-                    f"{self.path}, line {number} is not a row written by synthesis; move the file away or "
-                    "name another --out"
-                ) from error
-            rows.append(row)
-        if len(whole) < len(content):  # a line torn by an interruption: its attempt is made again
-            with self.path.open("r+b") as stream:
-                stream.truncate(len(whole))
-        return rows
-
-    def _read_state(self) -> dict[str, Any]:
-        if not self.rows:
-            return {}
-        if not self.state_path.exists():
-            raise ValueError(
-                f"{self.path} exists without {self.state_path.name}, which records its settings; move it "
-                "away or name another --out"
-            )
-        state: dict[str, Any] = json.loads(self.state_path.read_text(encoding="utf-8"))
-        before, now = dict(state["settings"]), dict(self.settings)
-        # A longer run of the same settings has the same beginning.
-        for settings in (before, now):
-            settings.pop("num_conversations", None)
-        changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-        if changed:
-            details = ", ".join(f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed)
-            raise ValueError(f"{self.path} was begun with other settings ({details}); name another --out")
-        return state
+def _whole_text(attempt: Attempt) -> str:
+    return "".join(message["content"] for message in attempt.messages)
 
 
 def _first_user_text(messages: Sequence[Mapping[str, str]]) -> str:
     return next((message["content"] for message in messages if message["role"] == "user"), "")
 
 
-def _without_end(token_ids: Sequence[int], special: frozenset[int]) -> list[int]:
-    """Token ids without the end token that stopped the generation, where the engine reports it."""
-    token_ids = list(token_ids)
-    return token_ids[:-1] if token_ids and token_ids[-1] in special else token_ids
-
-
-def _derived_seed(seed: int, name: int | str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4]) >> 1
-
-
-def _uniforms(seed: int, number: int) -> Iterator[float]:
-    for count in range(64):
-        digest = hashlib.sha256(f"{seed}/{number}/uniform/{count}".encode()).digest()
-        yield int.from_bytes(digest[:6]) / 2**48
-
-
 def _pick(choices: Sequence[str], uniform: float) -> str:
     return choices[int(uniform * len(choices))]
-
-
-def _requests_hash(requests: Sequence[Conversation] | None) -> str:
-    if requests is None:
-        return ""
-    content = json.dumps([conversation.messages for conversation in requests], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def _by_count(item: tuple[str, int]) -> tuple[int, str]:
-    return -item[1], item[0]

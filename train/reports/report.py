@@ -1,147 +1,146 @@
-"""`acceptance.png` and the text summary of a run, from its `metrics.jsonl` alone.
-
-matplotlib is imported where it is used; without it a run still trains and only the picture is missing.
-"""
+"""A run in a few lines of text, each figure with its definition; several runs beside each other."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from train.reports.tracking import METRICS_FILE, read_metrics
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-PICTURE_FILE = "acceptance.png"
-SUMMARY_FILE = "summary.json"
-
-
-def plot_run(folder: Path) -> Path | None:
-    """Draw the run's curves; None where there is nothing to draw or nothing to draw with."""
-    records = read_metrics(folder)
-    evaluations = [record for record in records if record["event"] == "evaluation"]
-    steps = [record for record in records if record["event"] == "train"]
-    if not evaluations:
-        return None
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    figure = Figure(figsize=(13, 7), layout="constrained")
-    FigureCanvasAgg(figure)
-    (length, speed, overlap), (position, domain, context) = figure.subplots(2, 3)
-    best = _best(evaluations)
-    _draw_acceptance(length, evaluations)
-    _draw_speed(speed, evaluations)
-    _draw_overlap(overlap, steps)
-    _draw_positions(position, best)
-    _draw_parts(domain, best["acceptance"]["by_domain"], "domain")
-    _draw_parts(context, best["acceptance"]["by_context"], "tokens before the round")
-    figure.suptitle(folder.name)
-    path = folder / PICTURE_FILE
-    figure.savefig(path, dpi=120)
-    return path
-
-
-def _best(evaluations: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    return max(evaluations, key=lambda record: float(record["accepted_length"]))
-
-
-def _draw_positions(axes: Axes, best: Mapping[str, Any]) -> None:
-    for temperature, measured in best["acceptance"]["by_temperature"].items():
-        shares = measured["by_position"]
-        axes.plot(range(1, len(shares) + 1), shares, marker="o", label=f"T = {float(temperature):g}")
-    axes.set(xlabel="draft position", ylim=(0, 1), title="best head: share of rounds accepted")
-    axes.legend()
-
-
-def _draw_parts(axes: Axes, parts: Mapping[str, Mapping[str, Any]], name: str) -> None:
-    """Accepted length of the best head by domain or context, with the number of rounds it rests on."""
-    labels = [f"{part}\n({measured['num_rounds']} rounds)" for part, measured in parts.items()]
-    lengths = [measured["accepted_length"] - 1 for measured in parts.values()]
-    bars = axes.barh(range(len(parts)), lengths, left=1.0, color="tab:blue")
-    axes.bar_label(bars, [f"{length + 1:.2f}" for length in lengths], padding=3, fontsize="small")
-    axes.set_yticks(range(len(parts)), labels, fontsize="small")
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.set(xlabel="tokens a round (chain)", ylabel=name, title="best head: accepted length")
-
-
-def _draw_acceptance(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> None:
-    minutes = [record["train_seconds"] / 60 for record in evaluations]
-    axes.plot(minutes, [record["accepted_length"] for record in evaluations], marker="o", color="black")
-    axes.set(xlabel="training minutes", ylabel="tokens a round", title="accepted length (black), agreement (dashed)")
-    shares = axes.twinx()
-    for depth in range(min(4, min(len(record["agreement"]) for record in evaluations))):
-        values = [record["agreement"][depth] for record in evaluations]
-        shares.plot(minutes, values, linestyle="--", label=f"depth {depth + 1}")
-    shares.set(ylim=(0, 1))
-    shares.legend(loc="upper left", fontsize="small", ncols=2)
-
-
-def _draw_speed(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> None:
-    """Tokens a second of a few held-out prompts, with the head and plain, measured beside each other."""
-    timed = [record for record in evaluations if record.get("speed")]
-    minutes = [record["train_seconds"] / 60 for record in timed]
-    for name, label in (("tokens_per_second", "with the head"), ("plain_tokens_per_second", "plain")):
-        axes.plot(minutes, [record["speed"][name] for record in timed], marker="o", label=label)
-    axes.set(xlabel="training minutes", ylabel="tokens a second", title="speed", ylim=(0, None))
-    if timed:
-        axes.legend()
-
-
-def _draw_overlap(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
-    """Overlap of head and target on training batches, pale as logged and averaged over neighbours."""
-    depths = max((len(record["overlap_by_depth"]) for record in steps), default=0)
-    for depth in range(depths):
-        points = [
-            (record["train_seconds"] / 60, record["overlap_by_depth"][depth])
-            for record in steps
-            if depth < len(record["overlap_by_depth"])
-        ]
-        minutes, values = zip(*points, strict=True)
-        span = max(1, len(values) // 40)
-        smooth = [
-            sum(values[max(0, i - span) : i + 1]) / len(values[max(0, i - span) : i + 1]) for i in range(len(values))
-        ]
-        axes.plot(minutes, values, linewidth=0.5, alpha=0.3, color=f"C{depth}")
-        axes.plot(minutes, smooth, label=f"depth {depth + 1}", color=f"C{depth}")
-    axes.set(xlabel="training minutes", ylim=(0, 1), title="overlap with the target, training batches")
-    if depths:
-        axes.legend()
+from train.reports.scaling import outlooks_across, outlooks_of_run
+from train.reports.story import Record, Story
 
 
 def describe_run(folder: Path) -> str:
-    """The run in a few lines, each figure with its definition."""
-    path = folder / SUMMARY_FILE
-    if not path.is_file():
-        if (folder / METRICS_FILE).is_file():
-            raise ValueError(
-                f"{folder} was stopped before it wrote {SUMMARY_FILE}: go on with `headstart train ... --resume`, "
-                f"or see {folder / METRICS_FILE}"
-            )
-        raise ValueError(f"{folder} holds no run: {path} does not exist")
-    summary = json.loads(path.read_text(encoding="utf-8"))
-    lines = [
-        f"{summary['name']}: {summary['status']} after {summary['step']} steps, "
-        f"{summary['train_seconds'] / 60:.1f} min, {summary['tokens']:,} token visits ({summary['epoch']:.1f} epochs)",
-        f"data: {summary['data']['rows']} rows, {summary['data']['label_tokens']:,} labels, "
-        f"{summary['label_coverage']:.1%} of them in the draft vocabulary of {summary['draft_vocab_size']:,}",
-    ]
-    best = summary["best"]
-    if best:
-        lines.append(f"best head: step {best['step']}, on held-out prompts, by the decode loop drafting a chain")
-        lines.append(f"  {best['acceptance']['definition']}")
-        for temperature, measured in best["acceptance"]["by_temperature"].items():
-            shares = " ".join(f"{share:.2f}" for share in measured["by_position"])
-            lines.append(
-                f"  temperature {float(temperature):g}: {measured['accepted_length']:.2f} over "
-                f"{measured['num_rounds']} rounds; share of rounds accepted by draft position {shares}"
-            )
-        agreement = " ".join(f"{share:.3f}" for share in best["agreement"])
-        lines.append(f"  agreement with the target's most likely token on held-out text, by depth: {agreement}")
+    """The run, finished or not, in a few lines."""
+    return "\n".join(_lines(Story.read(folder)))
+
+
+def describe_runs(folders: Sequence[Path]) -> str:
+    """Runs of different data sizes, and what still more data would give."""
+    stories = [Story.read(folder) for folder in folders]
+    lines = []
+    for story in stories:
+        best, amount = story.best, story.unique_label_tokens
+        length = "nothing evaluated" if best is None else f"accepted length {_with_error(best)}"
+        lines.append(f"{story.name}: {'?' if amount is None else f'{amount:,.0f}'} unique label tokens, {length}")
+    try:
+        outlooks = outlooks_across(stories)
+        lines += [*(outlook.describe() for outlook in outlooks), f"  ({outlooks[0].caveat})"]
+    except ValueError as error:
+        lines.append(f"no prediction: {error}")
     return "\n".join(lines)
+
+
+def report_values(folder: Path) -> dict[str, Any]:
+    """What `headstart report --json` writes: the summary, as far as there is one, and what the report adds to it."""
+    story = Story.read(folder)
+    return {
+        "name": story.name,
+        "status": story.status,
+        **{
+            name: value
+            for name, value in story.position.items()
+            if name in ("step", "epoch", "tokens", "train_seconds")
+        },
+        "data": dict(story.data),
+        "best": story.best and dict(story.best),
+        **story.summary,
+        "resumed_at": story.resumed_at,
+        "last": story.last and dict(story.last),
+        "time_split": story.time_split(),
+        "outlook": [outlook.to_dict() for outlook in outlooks_of_run(story)],
+        "warnings": story.warnings,
+    }
+
+
+def comparison_values(folders: Sequence[Path]) -> dict[str, Any]:
+    """What `headstart report RUN RUN ... --json` writes."""
+    stories = [Story.read(folder) for folder in folders]
+    runs = [
+        {
+            "name": story.name,
+            "status": story.status,
+            "unique_label_tokens": story.unique_label_tokens,
+            "accepted_length": None if story.best is None else story.best["accepted_length"],
+        }
+        for story in stories
+    ]
+    try:
+        return {"runs": runs, "outlook": [outlook.to_dict() for outlook in outlooks_across(stories)]}
+    except ValueError as error:
+        return {"runs": runs, "outlook": [], "reason": str(error)}
+
+
+def compare_best_and_last(story: Story) -> str | None:
+    """Whether training on made the head worse; None before the first evaluation."""
+    best, last = story.best, story.last
+    if best is None or last is None:
+        return None
+    if best["step"] == last["step"]:
+        return f"the last head is the best one (step {best['step']})"
+    change = last["accepted_length"] / best["accepted_length"] - 1
+    error = best.get("standard_error")
+    verdict = ""
+    if error is not None:
+        within = best["accepted_length"] - last["accepted_length"] <= error
+        verdict = "; within the noise" if within else "; training on made it worse: use best/, and stop earlier"
+    return (
+        f"last head: step {last['step']}, accepted length {_with_error(last)}, {change:+.1%} against the best{verdict}"
+    )
+
+
+def _lines(story: Story) -> Iterator[str]:
+    position = story.position
+    epochs = "" if position.get("epoch") is None else f" ({position['epoch']:.1f} epochs)"
+    yield (
+        f"{story.name}: {story.status} after {position['step']} steps, "
+        f"{position.get('train_seconds', 0.0) / 60:.1f} min, {position.get('tokens', 0):,} token visits{epochs}"
+        + (f", resumed at step {', '.join(map(str, story.resumed_at))}" if story.resumed_at else "")
+    )
+    if story.data:
+        coverage, size = story.fact("label_coverage"), story.fact("draft_vocab_size")
+        vocabulary = "" if coverage is None else f", {coverage:.1%} of them in the draft vocabulary of {size:,}"
+        yield f"data: {story.data.get('rows', 0)} rows, {story.data.get('label_tokens', 0):,} labels{vocabulary}"
+    if story.best is not None:
+        yield from _best_lines(story, story.best)
+    else:
+        yield "nothing was evaluated yet"
+    split = story.time_split()
+    if split:
+        yield "training time: " + ", ".join(f"{name} {share:.0%}" for name, share in split.items())
+    outlooks = outlooks_of_run(story)
+    yield from (outlook.describe() for outlook in outlooks)
+    if outlooks:
+        yield f"  ({outlooks[0].caveat})"
+    yield from (f"warning: {warning}" for warning in story.warnings)
+
+
+def _best_lines(story: Story, best: Record) -> Iterator[str]:
+    how = (
+        "on held-out text, simulated from the training graph"
+        if best.get("simulated")
+        else "on held-out prompts, by the decode loop drafting a chain"
+    )
+    yield f"best head: step {best['step']}, {how}"
+    acceptance = best["acceptance"]
+    if acceptance.get("definition"):
+        yield f"  {acceptance['definition']}"
+    errors = best.get("standard_errors", {})
+    for temperature, measured in acceptance["by_temperature"].items():
+        shares = " ".join(f"{share:.2f}" for share in measured["by_position"])
+        error = errors.get(f"{float(temperature):g}")
+        yield (
+            f"  temperature {float(temperature):g}: {measured['accepted_length']:.2f}"
+            f"{'' if error is None else f' ± {error:.2f}'} over {measured['num_rounds']} rounds; "
+            f"share of rounds accepted by draft position {shares}"
+        )
+    agreement = " ".join(f"{share:.3f}" for share in best.get("agreement", ()))
+    yield f"  agreement with the target's most likely token on held-out text, by depth: {agreement}"
+    comparison = compare_best_and_last(story)
+    if comparison is not None:
+        yield comparison
+
+
+def _with_error(record: Record) -> str:
+    error = record.get("standard_error")
+    return f"{record['accepted_length']:.3f}" + ("" if error is None else f" ± {error:.3f}")

@@ -1,36 +1,53 @@
-"""Metrics: always the run's own `metrics.jsonl`, and Weights & Biases where it is installed.
+"""Weights & Biases beside the run's own `metrics.jsonl`, where it is installed and wanted.
 
-Tracking never stops a run: without a key it works offline, without the package or with a broken one it says so once
-and the local file is all there is. Only `tracking.wandb: required` insists, and `online` refuses to start without a
-key (it never asks for one). Steps are logged as a value of their own
-(`global_step`), so a resumed run may log steps its predecessor already had: nothing is rejected or lost.
+Tracking never stops a run, asks for nothing and takes at most a few seconds to start: without a key or without a
+network it works offline (`wandb sync` later), without the package or with a broken one it says so once and the local
+file is all there is. Only `tracking.wandb: required` insists, and `online` refuses to start without a key. Steps are
+logged as a value of their own (`global_step`), so a resumed run may log steps its predecessor already had: nothing is
+rejected or lost.
 """
 
 from __future__ import annotations
 
-import json
 import netrc
 import os
+import socket
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlparse
 
 from configs.schema import TrackingConfig
+from train.reports.evaluation import Evaluation
+from train.reports.metrics import METRICS_FILE, finite
+from train.reports.wandb_figures import figures_of, head_artifact
 
-METRICS_FILE = "metrics.jsonl"
 STEP_NAME = "global_step"
 INIT_TIMEOUT_SECONDS = 15
-WANDB_HOST = "api.wandb.ai"
+FINISH_TIMEOUT_SECONDS = 300
+"""A service that was lost on the way must not keep a finished run from ending; `wandb sync` uploads what is left."""
+PROBE_SECONDS = 2.0
+WANDB_URL = "https://api.wandb.ai"
+
+Notice = Callable[[str], None]
 
 
 class Tracker(Protocol):
-    """Somewhere metrics go. `run_id` identifies the remote run across restarts (None where there is none)."""
+    """Somewhere figures go. `run_id` identifies the remote run across restarts (None where there is none)."""
 
     run_id: str | None
 
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Points of curves."""
 
-    def finish(self, summary: Mapping[str, Any], image: Path | None = None) -> None: ...
+    def show(self, step: int, evaluation: Evaluation) -> None:
+        """Tables and plots of one evaluation."""
+
+    def keep_head(self, name: str, folder: Path) -> None:
+        """The best head, with its card."""
+
+    def finish(self, summary: Mapping[str, Any], image: Path | None = None, *, failed: bool = False) -> None: ...
 
 
 class NoTracker:
@@ -41,43 +58,69 @@ class NoTracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         pass
 
-    def finish(self, summary: Mapping[str, Any], image: Path | None = None) -> None:
+    def show(self, step: int, evaluation: Evaluation) -> None:
+        pass
+
+    def keep_head(self, name: str, folder: Path) -> None:
+        pass
+
+    def finish(self, summary: Mapping[str, Any], image: Path | None = None, *, failed: bool = False) -> None:
         pass
 
 
 class WandbTracker:
-    """A Weights & Biases run; any failure after the start is reported once and then ignored."""
+    """A Weights & Biases run; any failure after the start is reported once and then ignored.
 
-    def __init__(self, run: Any, notice: Callable[[str], None]) -> None:
+    Curves that fail end the tracking; a table, plot or artifact that fails only goes without.
+    """
+
+    def __init__(self, run: Any, notice: Notice) -> None:
         self._run = run
         self._notice = notice
         self._failed = False
+        self._shows = True
         self.run_id: str | None = str(run.id)
         run.define_metric(STEP_NAME)
         run.define_metric("*", step_metric=STEP_NAME)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._try(lambda: self._run.log({STEP_NAME: step, **values}))
+        self._try(lambda: self._run.log({STEP_NAME: step, **finite(values)}))
 
-    def finish(self, summary: Mapping[str, Any], image: Path | None = None) -> None:
-        def close() -> None:
-            self._run.summary.update(dict(summary))
-            if image is not None and image.is_file():
-                import wandb
+    def show(self, step: int, evaluation: Evaluation) -> None:
+        self._try_to_show(lambda: self._run.log({STEP_NAME: step, **figures_of(step, evaluation)}))
 
-                self._run.log({"acceptance": wandb.Image(str(image))})
-            self._run.finish()
+    def keep_head(self, name: str, folder: Path) -> None:
+        self._try_to_show(lambda: self._run.log_artifact(head_artifact(name, folder), aliases=["best", "latest"]))
 
-        self._try(close)
+    def finish(self, summary: Mapping[str, Any], image: Path | None = None, *, failed: bool = False) -> None:
+        def show_picture() -> None:
+            import wandb
 
-    def _try(self, action: Callable[[], object]) -> None:
-        if self._failed:
+            self._run.log({"acceptance": wandb.Image(str(image))})
+
+        if image is not None and image.is_file():
+            self._try_to_show(show_picture)
+        self._try(lambda: self._run.summary.update(finite(summary)))
+        self._try(lambda: self._run.finish(exit_code=1 if failed else 0), always=True)
+
+    def _try(self, action: Callable[[], object], *, always: bool = False) -> None:
+        if self._failed and not always:
             return
         try:
             action()
         except Exception as error:  # a third party's fault must never end a run
+            if not self._failed:
+                self._notice(f"wandb stopped working ({error}); metrics go on in {METRICS_FILE}")
             self._failed = True
-            self._notice(f"wandb stopped working ({error}); metrics go on in {METRICS_FILE}")
+
+    def _try_to_show(self, action: Callable[[], object]) -> None:
+        if self._failed or not self._shows:
+            return
+        try:
+            action()
+        except Exception as error:
+            self._shows = False
+            self._notice(f"wandb takes no tables, plots or artifacts ({error}); curves go on")
 
 
 def open_tracker(
@@ -87,12 +130,12 @@ def open_tracker(
     name: str,
     config: Mapping[str, Any],
     run_id: str | None,
-    notice: Callable[[str], None],
+    notice: Notice,
 ) -> Tracker:
     """The tracker that `settings` and this machine allow. `run_id` continues an earlier run."""
     if settings.wandb == "disabled":
         return NoTracker()
-    mode = _mode(settings)
+    mode = _mode(settings, notice)
     if mode == "disabled":
         if settings.wandb == "required":
             raise ValueError("tracking.wandb is 'required', but the environment says WANDB_MODE=disabled: unset one")
@@ -119,6 +162,8 @@ def _start(
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
 
+    limits: dict[str, Any] = {"finish_timeout": FINISH_TIMEOUT_SECONDS, "finish_timeout_raises": True}
+    known = getattr(wandb.Settings, "model_fields", {})  # older versions know no such limit
     return wandb.init(
         mode=mode,  # type: ignore[arg-type]
         dir=str(folder),
@@ -131,12 +176,17 @@ def _start(
         resume="allow" if run_id else None,
         config=dict(config),
         reinit="finish_previous",
-        settings=wandb.Settings(init_timeout=INIT_TIMEOUT_SECONDS, console="off", silent=True),
+        settings=wandb.Settings(
+            init_timeout=INIT_TIMEOUT_SECONDS,
+            console="off",
+            silent=True,
+            **{name: value for name, value in limits.items() if name in known},
+        ),
     )
 
 
-def _mode(settings: TrackingConfig) -> str:
-    """online, offline or disabled. Never a mode that would ask for a key."""
+def _mode(settings: TrackingConfig, notice: Notice) -> str:
+    """online, offline or disabled. Never a mode that would ask for a key, or wait for a service out of reach."""
     asked = os.environ.get("WANDB_MODE", "")
     wanted = "online"
     if settings.wandb in ("online", "offline"):
@@ -145,13 +195,17 @@ def _mode(settings: TrackingConfig) -> str:
         wanted = asked
     if wanted != "online":
         return wanted
-    if has_key():
-        return "online"
-    if settings.wandb in ("online", "required"):
-        raise ValueError(
-            f"tracking.wandb is {settings.wandb!r} but no key is set: export WANDB_API_KEY, or run `wandb login` once"
-        )
-    return "offline"
+    if not has_key():
+        if settings.wandb in ("online", "required"):
+            raise ValueError(
+                f"tracking.wandb is {settings.wandb!r} but no key is set: export WANDB_API_KEY, or run `wandb login` "
+                "once"
+            )
+        return "offline"
+    if settings.wandb != "required" and not reachable(service_url()):
+        notice(f"{service_url()} cannot be reached: wandb records offline (upload later with `wandb sync`)")
+        return "offline"
+    return "online"
 
 
 def has_key() -> bool:
@@ -159,40 +213,29 @@ def has_key() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:
-        return netrc.netrc().authenticators(WANDB_HOST) is not None
+        return netrc.netrc().authenticators(urlparse(service_url()).hostname or "") is not None
     except (OSError, netrc.NetrcParseError):
         return False
 
 
-class MetricsFile:
-    """`metrics.jsonl`: one object a line, appended and flushed; a resumed run marks where it took over."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / METRICS_FILE
-        self._repair()
-
-    def write(self, event: str, values: Mapping[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps({"event": event, **values}) + "\n")
-
-    def _repair(self) -> None:
-        """End a line that a killed run left half written."""
-        if self._path.exists() and (content := self._path.read_bytes()) and not content.endswith(b"\n"):
-            with self._path.open("ab") as stream:
-                stream.write(b"\n")
+def service_url() -> str:
+    return os.environ.get("WANDB_BASE_URL") or WANDB_URL
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All records; where a resumed run repeats steps, those of the earlier attempt are left out."""
-    path = folder / METRICS_FILE
-    records: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+def reachable(url: str, *, seconds: float = PROBE_SECONDS) -> bool:
+    """Whether something listens there. Behind a proxy that cannot be told from here, and is taken for true."""
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    parts = urlparse(url)
+    port = parts.port or (80 if parts.scheme == "http" else 443)
+    found = threading.Event()
+
+    def probe() -> None:
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # half a line of a killed run
-        if record["event"] == "resume":
-            records = [one for one in records if one.get("step", 0) <= record["step"]]
-        records.append(record)
-    return records
+            socket.create_connection((parts.hostname or "", port), timeout=seconds).close()
+        except OSError:
+            return
+        found.set()
+
+    threading.Thread(target=probe, daemon=True).start()  # looking up a name heeds no timeout
+    return found.wait(seconds)

@@ -14,12 +14,12 @@ from infer.chat import Rendered, render_training
 from infer.prompts import load_prompts
 from tests.toy_tokenizer import CHATML, toy_tokenizer
 from train.cli import data
+from train.corpus.contamination import decontaminate
 from train.corpus.conversations import (
     Conversation,
     LoadReport,
     TrainingRow,
     check_mask,
-    decontaminate,
     load_conversations,
     split_holdout,
     tokenize_conversations,

@@ -2,94 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from infer.chat import end_of_user_turn_id, user_turn_prefix
+from infer.chat import user_turn_prefix
 from infer.prompts import load_prompts
-from infer.sampling import SamplingParams
 from tests.toy_tokenizer import toy_tokenizer
-from train.corpus.conversations import Conversation, load_conversations, tokenize_conversations
+from tests.train.corpus.fake_engine import FakeEngine, rows_of
+from train.corpus.conversations import load_conversations, tokenize_conversations
 from train.corpus.filters import NearDuplicates, first_repetition, prompt_fault, repeated_share
 from train.corpus.synth import SynthesisConfig, Synthesizer
 
-NOUNS = (
-    "river",
-    "castle",
-    "engine",
-    "garden",
-    "poem",
-    "teacher",
-    "island",
-    "recipe",
-    "planet",
-    "market",
-    "winter",
-)
 CONFIG = SynthesisConfig(num_conversations=12, seed=3, max_prompt_tokens=80, max_answer_tokens=60)
-
-
-@dataclass(frozen=True)
-class Reply:
-    token_ids: tuple[int, ...]
-    finish_reason: str
-
-
-class FakeEngine:
-    """Writes words drawn from the prompt and the seed alone, like an engine whose tokens do not depend on the
-    batch.
-    """
-
-    def __init__(self, tokenizer: Any, write: Callable[[str, Random], str] | None = None) -> None:
-        self.tokenizer, self.write = tokenizer, write or self.words
-        self.end = end_of_user_turn_id(tokenizer)
-        self.seen: list[tuple[str, SamplingParams]] = []
-        self.calls_left = 10**9
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams],
-        *,
-        progress: Callable[[int], None] | None = None,
-    ) -> list[Reply]:
-        assert isinstance(params, Sequence)
-        self.calls_left -= 1
-        if self.calls_left < 0:
-            raise KeyboardInterrupt
-        replies = [self.reply(self.tokenizer.decode(prompt), one) for prompt, one in zip(prompts, params, strict=True)]
-        if progress is not None:
-            progress(sum(len(reply.token_ids) for reply in replies))
-        return replies
-
-    def reply(self, prompt: str, params: SamplingParams) -> Reply:
-        self.seen.append((prompt, params))
-        text = self.write(prompt, Random(f"{prompt}/{params.seed if params.temperature else 0}"))
-        token_ids = [*self.tokenizer(text)["input_ids"], self.end]
-        if len(token_ids) > params.max_tokens:
-            return Reply(tuple(token_ids[: params.max_tokens]), "length")
-        return Reply(tuple(token_ids), "stop")
-
-    @staticmethod
-    def words(prompt: str, random: Random) -> str:
-        chosen = " ".join(random.sample(NOUNS, 5))
-        return f" please help with {chosen}?" if prompt.rsplit("<|im_start|>", 1)[1].startswith("user") else chosen
 
 
 def synthesize(out: Path, *, config: SynthesisConfig = CONFIG, engine: FakeEngine | None = None, **options: Any) -> Any:
     tokenizer = engine.tokenizer if engine else toy_tokenizer()
     synthesizer = Synthesizer(engine or FakeEngine(tokenizer), tokenizer, config, out, **options)
     return synthesizer.run()
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_rows_do_not_depend_on_the_batch(tmp_path: Path) -> None:
@@ -141,7 +75,7 @@ def test_settings_are_there_before_the_first_line(tmp_path: Path, monkeypatch: p
         replaced.append(Path(source).rename(target))
 
     with monkeypatch.context() as patch:
-        patch.setattr("train.corpus.synth.os.replace", die_at_the_second)
+        patch.setattr("train.corpus.growing_file.os.replace", die_at_the_second)
         with pytest.raises(KeyboardInterrupt):
             synthesize(out)
     assert out.stat().st_size
@@ -160,7 +94,7 @@ def test_other_settings_do_not_continue_a_file(tmp_path: Path) -> None:
         synthesize(out)
     other = tmp_path / "other.jsonl"
     other.write_text('{"messages": []}\n')
-    with pytest.raises(ValueError, match="line 1 is not a row written by synthesis"):
+    with pytest.raises(ValueError, match="line 1 was not written by this command"):
         synthesize(other)
 
 
@@ -228,7 +162,7 @@ def test_filters(tmp_path: Path, user: str, answer: str, reason: str | None) -> 
         return
     with pytest.raises(ValueError, match=r"of 4\d\d attempts passed the filters"):
         synthesizer.run()
-    assert list(synthesizer.file.report().dropped) == [reason]
+    assert list(synthesizer.report().dropped) == [reason]
 
 
 def test_evaluation_prompts_and_duplicates_are_not_kept(tmp_path: Path) -> None:
@@ -249,7 +183,7 @@ def test_evaluation_prompts_and_duplicates_are_not_kept(tmp_path: Path) -> None:
     synthesizer = Synthesizer(engine, engine.tokenizer, config, tmp_path / "data.jsonl", rows_per_chunk=8)
     with pytest.raises(ValueError, match="only 1 of"):
         synthesizer.run()
-    assert set(synthesizer.file.report().dropped) == {"duplicate prompt", "evaluation prompt"}
+    assert set(synthesizer.report().dropped) == {"duplicate prompt", "evaluation prompt"}
 
 
 def test_a_looping_answer_is_cut_before_the_loop(tmp_path: Path) -> None:
@@ -266,36 +200,6 @@ def test_a_looping_answer_is_cut_before_the_loop(tmp_path: Path) -> None:
         assert row["messages"][1]["content"] == start + "the same words"
         assert row["truncated"]
         assert row["num_answer_tokens"] == len(start) + 14
-
-
-def test_requests_of_a_file_are_answered_anew(tmp_path: Path) -> None:
-    """Interrupted at 7 of 20 and restarted: 20 rows, none twice, several turns answered turn by turn."""
-    requests = [
-        Conversation(
-            messages=(
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": f"Question {number}"},
-                {"role": "assistant", "content": "an old answer"},
-                {"role": "user", "content": "And then?"},
-            ),
-            source="here",
-        )
-        for number in range(20)
-    ]
-    config = replace(CONFIG, num_conversations=20, max_answer_tokens=100)
-    out = tmp_path / "data.jsonl"
-    engine = FakeEngine(toy_tokenizer())
-    engine.calls_left = 14  # two calls a row
-    with pytest.raises(KeyboardInterrupt):
-        synthesize(out, engine=engine, config=config, requests=requests, rows_per_chunk=1)
-    assert len(rows_of(out)) == 7
-    synthesize(out, config=config, requests=requests)
-    rows = rows_of(out)
-    assert [row["messages"][1]["content"] for row in rows] == [f"Question {number}" for number in range(20)]
-    assert all([m["role"] for m in row["messages"]] == ["system", *["user", "assistant"] * 2] for row in rows)
-    assert "an old answer" not in out.read_text()
-    with pytest.raises(ValueError, match="requests was"):
-        synthesize(out, config=config, requests=requests[:5])
 
 
 @pytest.mark.parametrize(

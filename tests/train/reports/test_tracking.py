@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import socket
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from configs.schema import TrackingConfig
-from train.reports.tracking import MetricsFile, NoTracker, WandbTracker, open_tracker, read_metrics
+from train.reports.tracking import NoTracker, WandbTracker, open_tracker
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +74,7 @@ class FakeRun:
         self.defined: list[tuple[str, dict[str, Any]]] = []
         self.broken = broken
         self.summary: dict[str, Any] = {}
+        self.exit_code: int | None = None
 
     def define_metric(self, name: str, **settings: Any) -> None:
         self.defined.append((name, settings))
@@ -83,8 +85,8 @@ class FakeRun:
             raise OSError("connection lost")
         self.rows.append(values)
 
-    def finish(self) -> None:
-        pass
+    def finish(self, exit_code: int = 0) -> None:
+        self.exit_code = exit_code
 
 
 def test_steps_are_values_with_an_axis_of_their_own() -> None:
@@ -107,19 +109,59 @@ def test_a_lost_connection_is_said_once() -> None:
     assert len(notices) == 1
 
 
-def test_resumed_points_replace_those_after_the_checkpoint(tmp_path: Path) -> None:
-    """The file keeps every line, with a marker; readers see each step once."""
-    metrics = MetricsFile(tmp_path)
-    for step in (10, 20, 30, 40, 50):
-        metrics.write("train", {"step": step, "loss": 1.0})
-    with (tmp_path / "metrics.jsonl").open("a") as stream:
-        stream.write('{"event": "tra')  # killed in the middle of a line
-    metrics = MetricsFile(tmp_path)
-    metrics.write("resume", {"step": 40})
-    metrics.write("train", {"step": 50, "loss": 2.0})
-    steps = [(record["step"], record["loss"]) for record in read_metrics(tmp_path) if record["event"] == "train"]
-    assert steps == [(10, 1.0), (20, 1.0), (30, 1.0), (40, 1.0), (50, 2.0)]
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 8
+def test_a_table_that_fails_leaves_the_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables, plots and artifacts go without, said once; the run is closed all the same."""
+
+    def broken(*_: Any) -> Any:
+        raise OSError("no room for a table")
+
+    monkeypatch.setattr("train.reports.tracking.figures_of", broken)
+    notices: list[str] = []
+    run = FakeRun()
+    tracker = WandbTracker(run, notices.append)
+    evaluation: Any = None
+    for step in range(3):
+        tracker.show(step, evaluation)
+        tracker.log(step, {"loss": 1.0})
+    tracker.finish({"status": "failed"}, failed=True)
+    assert len(run.rows) == 3
+    assert len(notices) == 1
+    assert run.exit_code == 1
+
+
+def test_a_run_whose_connection_is_lost_is_still_closed() -> None:
+    run = FakeRun(broken=True)
+    tracker = WandbTracker(run, lambda text: None)
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish({})
+    assert run.exit_code == 0
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_service_out_of_reach_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listens: bool
+) -> None:
+    """With a key but no network wandb tries for a minute; a probe says so at once, and it records offline."""
+    server = socket.socket()
+    server.bind(("127.0.0.1", 0))
+    if listens:
+        server.listen()
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+    modes: list[str] = []
+
+    def begun(settings: Any, *, mode: str, **_: Any) -> FakeRun:
+        modes.append(mode)
+        return FakeRun()
+
+    monkeypatch.setattr("train.reports.tracking._start", begun)
+    tracker, notices = start(tmp_path)
+    server.close()
+    assert isinstance(tracker, WandbTracker)
+    assert modes == ["online" if listens else "offline"]
+    assert bool(notices) != listens
 
 
 @pytest.mark.slow
