@@ -73,6 +73,7 @@ class AdaptedBackbone:
         self._check_layers()
         if factors is not None:
             copy_factors(self._factors(), factors, wanted="the recipe's backbone section describes")
+        self._has_begun = any(bool(up.any()) for _, up in (factors or {}).values())
         self._lm_head = target.lm_head_weight.to(dtype)
         self._served: TargetModel | None = None
         self._served_step = -1
@@ -85,8 +86,9 @@ class AdaptedBackbone:
     # Training
 
     def trains(self, fraction: float) -> bool:
-        """Whether the warm-up, in which the head learns alone, is over."""
-        return fraction >= self.settings.warmup
+        """Whether the warm-up, in which the head learns alone, is over. It stays over where a resumed run gets a larger
+        budget: what serves the head is the adapted target by then, and the original would teach it something else."""
+        return self._has_begun or fraction >= self.settings.warmup
 
     def learning_rate(self, head_rate: float, fraction: float) -> float:
         return head_rate * self.settings.lr_factor * min(1.0, max(0.0, fraction - self.settings.warmup) / RAMP)

@@ -16,11 +16,16 @@ def pack_batch(
 ) -> Batch:
     """One row after another; states in `dtype`, which is what the head computes in."""
     normalizers = [one.log_normalizer.to(device) for one in features if one.log_normalizer is not None]
+    taps = torch.cat([one.taps.to(device, dtype) for one in features])  # kept ones are in CPU memory, new ones not
+    if dtype is torch.float16 and not bool(torch.isfinite(taps).all()):
+        raise ValueError(
+            "the target's states go beyond the range of float16 (65,504): set train.dtype=bfloat16 or float32"
+        )
     return Batch(
         token_ids=torch.tensor([token for row in rows for token in row.token_ids], device=device),
         loss_mask=torch.tensor([mask for row in rows for mask in row.loss_mask], device=device),
         lengths=tuple(len(row.token_ids) for row in rows),
-        taps=torch.cat([one.taps.to(device, dtype) for one in features]),  # kept ones are in CPU memory, new ones not
+        taps=taps,
         last=torch.cat([one.last.to(device, dtype) for one in features]),
         log_normalizer=torch.cat(normalizers) if len(normalizers) == len(features) else None,
     )

@@ -26,9 +26,11 @@ from train.world import World
 
 def load_target(config: RunConfig, world: World, *, dtype: str | None = None) -> TrainingTarget:
     """What is trained for: the frozen target, or what `target.features` holds of it."""
-    if config.target.features is not None:
-        return _load_stored(config.target, world)
-    return load_model(config, world, dtype=dtype)
+    if config.target.features is None:
+        return load_model(config, world, dtype=dtype)
+    target = _load_stored(config.target, world)
+    check_lengths(config, target)
+    return target
 
 
 def load_model(config: RunConfig, world: World, *, dtype: str | None = None) -> TargetModel:
@@ -41,7 +43,22 @@ def load_model(config: RunConfig, world: World, *, dtype: str | None = None) -> 
     if chosen == "auto":
         chosen = world.broadcast(dtype_name(target.dtype) if world.is_main else "")
         target = target if world.is_main else _load(config.target, world, chosen)
+    check_lengths(config, target)
     return _shared_out(config.target, world, target)
+
+
+def check_lengths(config: RunConfig, target: TrainingTarget) -> None:
+    """Rows beyond the target's last position would be read wrongly, or not at all."""
+    if config.data.max_length > target.max_length:
+        raise ValueError(
+            f"data.max_length is {config.data.max_length}, but {target.name} has positions for {target.max_length} "
+            f"tokens: set data.max_length={target.max_length} or less"
+        )
+    if config.eval.max_tokens >= target.max_length:
+        raise ValueError(
+            f"eval.max_tokens is {config.eval.max_tokens}, but {target.name} has positions for {target.max_length} "
+            "tokens, its prompt included: lower it"
+        )
 
 
 def _load(settings: TargetConfig, world: World, dtype: str) -> TargetModel:

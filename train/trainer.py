@@ -52,7 +52,7 @@ from train.reports.run_log import RunLog, open_log
 from train.reports.tracking import Tracker
 from train.run_state import Best, RunState
 from train.schedule import Progress, fraction_done, is_due, learning_rate, num_unrolled
-from train.setup import compute_dtype, label_coverage, load_target, make_backbone, make_head
+from train.setup import check_lengths, compute_dtype, label_coverage, load_target, make_backbone, make_head
 from train.step import Objective, StepPlan, StepTotals, as_arguments, check_shares, check_step_weights, plan_step
 from train.stop import StopRequest
 from train.unroll import Teacher
@@ -118,6 +118,8 @@ def train(
         if target is None:
             dtype = None if resumed is None else resumed.state.identity["target_dtype"]
             target = load_target(config, world, dtype=dtype)
+        else:
+            check_lengths(config, target)
         data = load_data(
             config.data,
             target.tokenizer,
@@ -180,7 +182,7 @@ class Trainer:
         self.evaluator = Evaluator(config, target, data, self.teacher, dtype=self.dtype, decode=decode)
         self.log = RunLog.silent()
         self._records: list[StepRecord] = []
-        self._evaluated_step = -1
+        self._evaluated_step = self._saved_step = -1
         self._noticed = -NOTICE_SECONDS
 
     # The loop
@@ -192,7 +194,8 @@ class Trainer:
             status = self._loop(stop)
             if status != "interrupted" and self._evaluated_step != self.state.progress.step:
                 self._evaluate()
-            self._save_last(is_final=True)
+            if self._saved_step != self.state.progress.step:
+                self._save_last(is_final=True)
         return self.world.broadcast(self._finish(status) if self.world.is_main else {})
 
     def _loop(self, stop: StopRequest) -> str:
@@ -288,7 +291,7 @@ class Trainer:
     def _evaluate(self) -> None:
         """Held-out acceptance; the head is saved to best/ if it is the best so far."""
         step = self.state.progress.step
-        self._evaluated_step = step
+        self._evaluated_step, self._saved_step = step, -1  # whether it was the best belongs to the state
         with self.updater.whole():
             if self.world.is_main or self.config.target.sharded:
                 evaluation = self._measure(step)
@@ -443,12 +446,14 @@ class Trainer:
         self.features.flush()
         self._flush_records()  # or a killed run's log would lack what came before its checkpoint
         optimizer = self.updater.state()
+        is_saved = True
         with self.updater.whole():
             if self.world.is_main:
                 self.state.optimizer = optimizer
                 self.state.visits = self.data.visits.state(self.state.progress.visits)
-                self._save(self._write_last, "a checkpoint", is_final=is_final)
-        self.world.barrier()
+                is_saved = self._save(self._write_last, "a checkpoint", is_final=is_final)
+        if self.world.broadcast(is_saved):
+            self._saved_step = self.state.progress.step
 
     def _write_last(self) -> None:
         self.checkpoints.check_room()
@@ -461,14 +466,16 @@ class Trainer:
         )
         self.checkpoints.rotate()
 
-    def _save(self, write: Callable[[], object], what: str, *, is_final: bool) -> None:
-        """A full disk does not end a run that may yet find room; only at its end is it an error."""
+    def _save(self, write: Callable[[], object], what: str, *, is_final: bool) -> bool:
+        """Whether it held. A full disk does not end a run that may yet find room; only at its end is it an error."""
         try:
             write()
         except OSError as error:
             if is_final:
                 raise
             self.notice(f"step {self.state.progress.step}: {what} could not be saved ({error}); going on")
+            return False
+        return True
 
     def _write_state(self, folder: Path) -> None:
         self.state.write(folder)

@@ -284,6 +284,16 @@ def test_resumed_joint_run_equals_an_uninterrupted_one(
     assert [values[3] is not None for values in curves[0]] == [step >= STEPS // 2 for step in range(STEPS)]
 
 
+def test_a_larger_budget_does_not_bring_the_warm_up_back(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    """Half-way through 4 steps the adapter begins; at 4 of 40 the warm-up would not be over by the budget alone, and
+    the head would be taught by a target that no longer serves it.
+    """
+    run(recipe(chats, train__steps=4, optim__lr=1e-2), tmp_path, target)
+    run(recipe(chats, train__steps=40, train__eval_every=40, optim__lr=1e-2), tmp_path, target, resume=True)
+    steps = [one for one in read_metrics(tmp_path / "tiny") if one["event"] == "train"]
+    assert [one["step"] for one in steps if "backbone_loss" not in one] == [1, 2]
+
+
 def test_the_card_tells_of_the_target_that_is_served(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     """Base model and adapter, loaded from disk, are the target that the run evaluated: same fingerprint, and the same
     acceptance of the same head. The card says what was done, and how far the target went."""

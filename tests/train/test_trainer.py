@@ -22,12 +22,15 @@ from safetensors.torch import load_file
 from configs.loading import write_config
 from heads.checkpoint import load_head, read_card
 from heads.eagle3 import Eagle3Head
+from infer.chat import Rendered
 from infer.evaluate import AcceptanceReport, Trace
 from infer.target import TargetModel
 from tests.train.training_fixtures import Stopped, run, tiny_recipe, tiny_target, write_chats
-from train.checkpoints import write_checksums
+from train.batch import pack_batch
+from train.checkpoints import Checkpoints, step_of, write_checksums
 from train.corpus.dataset import load_data
 from train.corpus.order import VisitOrder
+from train.features import RowFeatures
 from train.reports.metrics import read_metrics
 from train.reports.report import describe_run
 
@@ -206,7 +209,7 @@ def test_an_existing_run_is_not_overwritten(target: TargetModel, chats: Path, tm
         run(tiny_recipe(chats, train__steps=1), tmp_path, target)
     with pytest.raises(ValueError, match="nothing to resume"):
         run(tiny_recipe(chats, name="fresh"), tmp_path, target, resume=True)
-    shutil.rmtree(tmp_path / "tiny" / "checkpoints")
+    shutil.rmtree(tmp_path / "tiny" / "checkpoints", ignore_errors=True)
     shutil.rmtree(tmp_path / "tiny" / "last")  # killed in its first evaluation: advice to resume would lead nowhere
     with pytest.raises(ValueError, match="died before its first checkpoint"):
         run(tiny_recipe(chats, train__steps=1), tmp_path, target)
@@ -429,3 +432,32 @@ def test_a_damaged_best_head_is_told_before_a_step_is_made(
     shutil.rmtree(best)
     summary = run(tiny_recipe(chats, train__steps=4), tmp_path, target, resume=True, evaluate=scripted([2] * 2))
     assert summary["step"] == 4
+
+
+def test_rows_beyond_the_targets_last_position_are_refused(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    longest = target.max_length
+    with pytest.raises(
+        ValueError, match=rf"data\.max_length is {longest + 1}, but tiny has positions for {longest} tok"
+    ):
+        run(tiny_recipe(chats, data__max_length=longest + 1), tmp_path, target)
+    with pytest.raises(
+        ValueError, match=rf"eval\.max_tokens is {longest}, but tiny has positions for {longest} tokens"
+    ):
+        run(tiny_recipe(chats, eval__max_tokens=longest), tmp_path, target)
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_the_end_of_a_run_is_saved_once(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    """The earlier state that is kept is an earlier one, not a second copy of the last."""
+    config = tiny_recipe(chats, train__save_every=4)
+    run(config, tmp_path, target)
+    assert [step for step, _ in Checkpoints(tmp_path / "tiny").former()] == [8]
+    assert step_of(tmp_path / "tiny" / "last") == STEPS
+
+
+def test_states_beyond_float16_are_told_as_such() -> None:
+    row = Rendered(token_ids=[1, 2], loss_mask=[False, True])
+    features = RowFeatures(taps=torch.full((2, 4), 7e4), last=torch.zeros(2, 4), log_normalizer=None)
+    with pytest.raises(ValueError, match=r"beyond the range of float16 .*train\.dtype=bfloat16"):
+        pack_batch([row], [features], device="cpu", dtype=torch.float16)
+    assert pack_batch([row], [features], device="cpu", dtype=torch.bfloat16).taps.isfinite().all()

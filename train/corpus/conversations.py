@@ -364,7 +364,8 @@ def split_holdout(
     train = [conversation for conversation, held in zip(conversations, held_out, strict=True) if not held]
     if not train:
         raise ValueError(
-            f"holding out {fraction} of {len(conversations)} conversations leaves none to train on; add data"
+            f"holding out {fraction} of {len(conversations)} conversations ({len(set(keys))} different prompts) leaves "
+            "none to train on, since answers to one prompt stay together: add data"
         )
     return train, [conversation for conversation, held in zip(conversations, held_out, strict=True) if held]
 

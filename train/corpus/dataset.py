@@ -191,7 +191,8 @@ def _prepare(
     if not train:
         raise ValueError(
             f"holding out {'what data.eval holds' if settings.eval else settings.holdout_fraction} of "
-            f"{len(conversations)} conversations leaves none to train on; add data"
+            f"{len(conversations)} conversations ({len({one.prompt_key for one in conversations})} different prompts) "
+            "leaves none to train on, since answers to one prompt stay together: add data"
         )
     measured = _distinct(held_out.conversations)[: settings.max_holdout]
     account: dict[str, Any] = {

@@ -321,7 +321,11 @@ def _load_dataset(name: str, *, split: str = "train", data_files: str | None = N
             f"{data_files or name!r} is not a JSON file, and the `datasets` package is not installed; "
             "install it or give a .jsonl file"
         ) from error
-    return datasets.load_dataset(name, split=split, data_files=data_files, streaming=True)
+    try:
+        return datasets.load_dataset(name, split=split, data_files=data_files, streaming=True)
+    except Exception as error:  # of many kinds, and none names what was asked for
+        what = f"the file {data_files}" if data_files else f"{name!r}, which is no file or folder here,"
+        raise ValueError(f"{what} could not be read as a data set (split {split!r}): {error}") from error
 
 
 def _is_array(path: Path) -> bool:
