@@ -11,8 +11,11 @@ written back moves with the project.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
+import inspect
+import itertools
 import os
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -79,6 +82,37 @@ def write_config(config: RunConfig, path: str | Path) -> None:
     partial = Path(f"{path}.partial-{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def describe_settings() -> str:
+    """Every setting as `section.key = default`, each with what the schema says of it."""
+    lines = ["name: text (names the run and its folder)"]
+    for section, field_type in get_type_hints(RunConfig).items():
+        if not dataclasses.is_dataclass(field_type):
+            continue
+        assert isinstance(field_type, type)
+        says = _field_texts(field_type)
+        for field in dataclasses.fields(field_type):
+            default = field.default if field.default is not dataclasses.MISSING else None
+            value = yaml.safe_dump(_as_plain(default), default_flow_style=True).replace("\n...", "").strip()
+            lines += [f"{section}.{field.name} = {value}"] + [f"    {line}" for line in says.get(field.name, ())]
+    return "\n".join(lines)
+
+
+def _field_texts(section: type) -> dict[str, list[str]]:
+    """The text under each field of a section in the schema's source."""
+    (tree,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for statement, following in itertools.pairwise(tree.body):
+        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
+            found[statement.target.id] = inspect.cleandoc(str(following.value.value)).splitlines()  # type: ignore[attr-defined]
+    return found
+
+
+def _as_plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def recipe_names() -> list[str]:

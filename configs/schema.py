@@ -181,6 +181,7 @@ class HeadSettings:
     """The draft head: its shape and where its first weights come from."""
 
     type: HeadType = "eagle3"
+    """eagle3, eagle1, medusa, hydra or early_exit."""
     draft_vocab_size: int | None = 4096
     """Tokens the head can propose, by frequency (end, chat and byte tokens always kept); null for all."""
     taps: tuple[int, ...] | None = None

@@ -48,6 +48,7 @@ from train.features import TrainingTarget, make_features
 from train.head_adapter import adapt_head
 from train.memory import keep_freed_memory
 from train.reports.evaluation import Evaluation
+from train.reports.metrics import read_metrics
 from train.reports.run_log import RunLog, open_log
 from train.reports.tracking import Tracker
 from train.run_state import Best, RunState
@@ -413,6 +414,12 @@ class Trainer:
         for adapter in (self.backbone, self.adapter):
             if adapter is not None:
                 self.notice(adapter.describe())
+        steps, warm_up = self.config.train.steps, self.config.optim.warmup_steps
+        if steps is not None and 2 * warm_up > steps:
+            self.notice(
+                f"warning: the learning rate rises for {warm_up} of {steps} steps and hardly gets to optim.lr: "
+                f"set optim.warmup_steps={steps // 10}"
+            )
         self.log.about(
             {
                 "name": self.config.name,
@@ -543,7 +550,8 @@ def _read_checkpoint(checkpoints: Checkpoints, config: RunConfig, notice: Notice
     state.check_config(config)
     if state.config.name != config.name:  # a copied folder is a run of its own
         state.run_id = None
-    if not recover_folder(checkpoints.best).exists() and state.progress.step:
+    evaluated = any(record["event"] == "evaluation" for record in read_metrics(checkpoints.folder))
+    if not recover_folder(checkpoints.best).exists() and evaluated:
         notice(f"{checkpoints.best} does not exist: the next evaluation is taken as the best so far")
     _check_best(checkpoints)
     return Resumed(place=place, state=state, head=load_head(place)[0])

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
 
-from configs.loading import dump_config, load_config, parse_config, recipe_names, recipe_path, write_config
+from configs.loading import (
+    describe_settings,
+    dump_config,
+    load_config,
+    parse_config,
+    recipe_names,
+    recipe_path,
+    write_config,
+)
 from configs.schema import DataConfig, HeadSettings, RunConfig, TrainSettings
 
 MINIMAL: dict[str, Any] = {"name": "small", "train": {"steps": 3}}
@@ -212,3 +221,24 @@ def test_shipped_recipes_load() -> None:
     assert recipe_names()
     for name in recipe_names():
         assert load_config(name) == load_config(recipe_path(name))
+
+
+def test_every_setting_is_listed_with_what_it_does() -> None:
+    """`headstart train --settings` is where settings are looked up: none may be missing, and only plain ones go without
+    words.
+    """
+    listed = describe_settings().splitlines()
+    names = [line.split(" = ")[0] for line in listed if " = " in line and not line.startswith(" ")]
+    wanted = [
+        f"{section}.{field.name}"
+        for section, kind in get_type_hints(RunConfig).items()
+        if dataclasses.is_dataclass(kind)
+        for field in dataclasses.fields(kind)
+    ]
+    assert names == wanted
+    assert "data.holdout_fraction = 0.05" in listed
+    assert "head.init_from = null" in listed
+    settings = [line for line in listed if not line.startswith(" ")]
+    says = {line: after for line, after in itertools.pairwise(listed) if after.startswith("    ")}
+    plain = ("optim.", "train.seed", "train.log_every", "eval.seed", "tracking.")
+    assert not [line for line in settings[1:] if line not in says and not line.startswith(plain)]

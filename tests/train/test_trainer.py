@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from configs.loading import write_config
+from configs.loading import load_config, write_config
 from heads.checkpoint import load_head, read_card
 from heads.eagle3 import Eagle3Head
 from infer.chat import Rendered
@@ -461,3 +462,23 @@ def test_states_beyond_float16_are_told_as_such() -> None:
     with pytest.raises(ValueError, match=r"beyond the range of float16 .*train\.dtype=bfloat16"):
         pack_batch([row], [features], device="cpu", dtype=torch.float16)
     assert pack_batch([row], [features], device="cpu", dtype=torch.bfloat16).taps.isfinite().all()
+
+
+def test_a_warm_up_longer_than_the_run_is_told(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    notices: list[str] = []
+    run(tiny_recipe(chats, optim__warmup_steps=50), tmp_path, target, notices=notices)
+    assert any("optim.warmup_steps=1" in text for text in notices)
+    quiet: list[str] = []
+    run(tiny_recipe(chats, name="other"), tmp_path, target, notices=quiet)
+    assert not any("warmup_steps" in text for text in quiet)
+
+
+def test_a_run_goes_on_by_its_own_config_alone(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    """`headstart train runs/NAME/config.yaml --resume`: no setting need be given again."""
+    config = tiny_recipe(chats)
+    run(config, tmp_path / "whole", target)
+    with pytest.raises(Stopped):
+        run(replace(config, train=replace(config.train, save_every=1)), tmp_path / "parts", target, stop_at=5)
+    own = load_config(tmp_path / "parts" / "tiny" / "config.yaml")
+    run(own, tmp_path / "parts", target, resume=True)
+    assert_same_weights(tmp_path / "whole" / "tiny" / "last", tmp_path / "parts" / "tiny" / "last")

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infer.cli.common import output_file
 
@@ -27,10 +27,27 @@ headstart train smollm2-135m-eagle3-demo --resume
 headstart train my-recipe.yaml target.model=path/or/hub-name data.train=my-chats.jsonl name=my-head"""
 
 
+class _ShowSettings(argparse.Action):
+    """Prints every setting of a recipe, and nothing else is done."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from configs.loading import describe_settings
+
+        print(describe_settings())
+        parser.exit()
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--settings", action=_ShowSettings, nargs=0, help="list every setting of a recipe, its default and what it does"
+    )
     parser.add_argument("recipe", help="a recipe file, or the name of a shipped recipe")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the recipe's")
-    parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the run's last checkpoint: with the same settings, or RUN/config.yaml for a recipe",
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder that holds runs (default: runs)")
     parser.add_argument("--json", type=output_file, help="also write the summary to this file")
 
@@ -63,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     status = 130 if summary["status"] == "interrupted" else 0
     if status and world.is_main:
         runs = [] if args.runs == Path("runs") else ["--runs", str(args.runs)]
-        again = shlex.join([args.recipe, *args.overrides, *runs, "--resume"])
+        again = shlex.join([str(folder / "config.yaml"), *runs, "--resume"])
         print(f"interrupted; go on with: headstart train {again}", file=sys.stderr)
     if world.size > 1:
         _leave(world, status)

@@ -22,8 +22,10 @@ def add_writing_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", required=True, type=common.output_file, help="JSON lines to write; continued if it exists"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-answer-tokens", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: %(default)s)")
+    parser.add_argument(
+        "--max-answer-tokens", type=int, default=256, help="longest answer; longer ones are cut (default: %(default)s)"
+    )
     parser.add_argument("--batch", type=int, default=64, help="conversations generated together")
     parser.add_argument("--greedy-share", type=float, default=0.5, help="share of answers at temperature 0")
     parser.add_argument("--temperature", type=float, default=0.8, help="temperature of the other answers")

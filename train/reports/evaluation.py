@@ -12,6 +12,7 @@ from typing import Any
 from infer.calibration import Reliability
 from infer.evaluate import Acceptance, AcceptanceReport
 from train.reports.samples import Sample
+from train.reports.statistics import is_credible
 from train.reports.table import AcceptanceTable
 
 FEW_PROMPTS = 4
@@ -108,7 +109,7 @@ class Evaluation:
         return (
             f"accepted length {self.accepted_length:.3f} on held-out "
             f"{'text, simulated' if self.simulated else 'prompts'}{error}, agreement by depth {depths}"
-            + (f", {self.speed['speedup']:.2f}x plain" if "speedup" in self.speed else "")
+            + (f", {self.speed['speedup']:.2f}x plain" if is_credible(self.speed) else "")
             + (f", target {self.drift['kl']:.4f} nats from the original" if "kl" in self.drift else "")
         )
 

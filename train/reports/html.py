@@ -17,6 +17,7 @@ from train.reports.charts import Series, amount, line_chart
 from train.reports.page import card, folded, grid, page, section, table, tiles
 from train.reports.scaling import CONFIDENCE, Outlook, outlooks_across, outlooks_of_run
 from train.reports.sections import acceptance, data_and_plan, honesty, machine, progress, samples
+from train.reports.statistics import is_credible
 from train.reports.story import Record, Story
 
 REPORT_FILE = "report.html"
@@ -58,7 +59,7 @@ def comparison_page(stories: Sequence[Story]) -> str:
                 story.name,
                 story.status,
                 "?" if labels is None else f"{labels:,.0f}",
-                "-" if best is None else _measured(best),
+                "-" if best is None else _measured(best) + (" (simulated)" if best.get("simulated") else ""),
                 "-" if best is None or not best.get("agreement") else f"{best['agreement'][0]:.3f}",
             )
         )
@@ -89,7 +90,7 @@ def _head(story: Story) -> str:
         name = "accepted length (simulated)" if best.get("simulated") else "accepted length, tokens a round"
         values.append((_measured(best, digits=2), f"{name}, step {best['step']}"))
         speed = best.get("speed") or {}
-        if "speedup" in speed:
+        if is_credible(speed):
             values.append((f"{speed['speedup']:.2f}x", "plain decoding's speed"))
         if best.get("agreement"):
             values.append((f"{best['agreement'][0]:.1%}", "agreement with the target at depth 1"))

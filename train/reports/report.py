@@ -22,6 +22,8 @@ def describe_runs(folders: Sequence[Path]) -> str:
     for story in stories:
         best, amount = story.best, story.unique_label_tokens
         length = "nothing evaluated" if best is None else f"accepted length {_with_error(best)}"
+        length += " (simulated, from the training graph)" if best is not None and best.get("simulated") else ""
+        length += "".join(f"; warning: {warning}" for warning in story.warnings)
         lines.append(f"{story.name}: {'?' if amount is None else f'{amount:,.0f}'} unique label tokens, {length}")
     try:
         outlooks = outlooks_across(stories)
@@ -99,7 +101,7 @@ def _lines(story: Story) -> Iterator[str]:
     )
     if story.data:
         coverage, size = story.fact("label_coverage"), story.fact("draft_vocab_size")
-        vocabulary = "" if coverage is None else f", {coverage:.1%} of them in the draft vocabulary of {size:,}"
+        vocabulary = "" if coverage is None else f", {coverage:.1%} of these in the draft vocabulary of {size:,}"
         yield f"data: {story.data.get('rows', 0)} rows, {story.data.get('label_tokens', 0):,} labels{vocabulary}"
     if story.best is not None:
         yield from _best_lines(story, story.best)

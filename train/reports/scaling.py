@@ -147,6 +147,8 @@ def outlooks_across(stories: Sequence[Story]) -> list[Outlook]:
         lengths.append((float(amount), float(best["accepted_length"])))
         if best.get("agreement"):
             agreements.append((float(amount), float(best["agreement"][0])))
+    if len({bool((story.best or {}).get("simulated")) for story in stories}) > 1:
+        raise ValueError("some runs decoded text and others simulated that: their accepted lengths are no one curve")
     LogLinearFit.of(*zip(*lengths, strict=True))  # says what is missing
     return _outlooks(lengths, agreements, unit="unique label tokens", caveat=ACROSS_RUNS)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -61,3 +61,8 @@ def _student_cdf(t: float, degrees: int) -> float:
         total += term
         term *= cosine_squared * (2 * k - 1) / (2 * k)
     return 0.5 + sine * total / 2
+
+
+def is_credible(speed: Mapping[str, float]) -> bool:
+    """Whether a measured speed-up can be more than noise: no draft gains more than the tokens that it adds."""
+    return "speedup" in speed and speed["speedup"] <= speed.get("tree_accepted_length", float("inf"))

@@ -86,3 +86,16 @@ def test_between_runs_the_data_are_unique_labels(tmp_path: Path) -> None:
     assert length.doubled.value == pytest.approx(1.7)
     assert "twice the unique label tokens (32,000)" in describe_runs([story.folder for story in stories])
     assert "no prediction: a fit needs at least 4 points" in describe_runs([story.folder for story in stories[:3]])
+
+
+def test_simulated_and_decoded_lengths_are_not_mixed(tmp_path: Path) -> None:
+    """They are measured differently, so a line through both would say nothing."""
+    folders = [tmp_path / str(k) for k in range(5)]
+    stories = [write_run(folder, [(500, 1.1)], labels=1000 * 2**k) for k, folder in enumerate(folders)]
+    assert outlooks_across(stories)
+    record = json.loads((folders[2] / "metrics.jsonl").read_text()) | {"simulated": True}
+    (folders[2] / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    mixed = [Story.read(folder) for folder in folders]
+    with pytest.raises(ValueError, match="no one curve"):
+        outlooks_across(mixed)
+    assert "(simulated, from the training graph)" in describe_runs(folders)

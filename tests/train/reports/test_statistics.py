@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from train.reports.statistics import ratio_standard_error, student_quantile
+from train.reports.statistics import is_credible, ratio_standard_error, student_quantile
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,10 @@ def test_one_answer_has_no_standard_error() -> None:
     assert ratio_standard_error([30.0], [10.0]) is None
     assert ratio_standard_error([], []) is None
     assert ratio_standard_error([20.0, 20.0], [10.0, 10.0]) == 0.0
+
+
+def test_a_speed_up_beyond_the_accepted_length_is_noise() -> None:
+    assert is_credible({"speedup": 1.4, "tree_accepted_length": 1.6})
+    assert not is_credible({"speedup": 2.4, "tree_accepted_length": 1.0})
+    assert is_credible({"speedup": 1.4})  # of an older run
+    assert not is_credible({})
