@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from infer.engine import Engine
     from infer.target import TargetModel
 
-HEAD_HELP = "an augmented model's folder, 'ngram' (lookup only) or 'none'"
+HEAD_HELP = "an augmented model's folder, a drafter (see `headstart drafters`), or 'none'"
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *, head_required: bool = True) -> None:

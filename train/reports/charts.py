@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 520, 270
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
 NUM_COLOURS = 6
 _LONGEST_CURVE = 400
 """Of a longer one every so-manyth point is drawn."""
@@ -130,11 +130,13 @@ def ticks(low: float, high: float, *, most: int = 6) -> list[float]:
 
 
 def amount(value: float) -> str:
-    """A number in few characters: 1.5k, 2M, 0.25."""
+    """A number in few characters: 1.5k, 2M, 0.25, 1e-4."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             unit = 1e3 if letter == "k" else size
             return f"{value / unit:.3g}{letter}"
+    if 0 < abs(value) < 1e-3:
+        return f"{value:.2g}" if abs(value) < 1e-4 else f"{value * 1e4:.3g}e-4"
     return f"{value:.4g}"
 
 
