@@ -367,6 +367,23 @@ def _for_disk(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.contiguous()
 
 
+def lock_file(descriptor: int, *, wait: bool = True) -> bool:
+    """Keep other processes from a file or folder until its descriptor is closed; False where one has it and `wait` is
+    off. Systems and file systems without such locks do without.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())

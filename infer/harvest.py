@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from heads.checkpoint import lock_file
+
 MAX_BYTES = 1_000_000_000
 
 
@@ -104,7 +106,7 @@ class Harvest:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            _lock_file(descriptor)
+            lock_file(descriptor)
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
                 line = b"\n" + line  # a writer that was killed left half a line, which costs that line alone
@@ -135,15 +137,6 @@ class Harvest:
                 if isinstance(row, dict):
                     keys.add(_key(row))
         return keys
-
-
-def _lock_file(descriptor: int) -> None:
-    """Against other processes, until the descriptor is closed; systems without such locks do without."""
-    try:
-        import fcntl
-    except ImportError:
-        return
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _key(row: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from heads.checkpoint import read_json, recover_folder
+from heads.checkpoint import lock_file, read_json, recover_folder
 
 CHECKSUM_FILE = "checksums.json"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -59,7 +59,11 @@ class Checkpoints:
                 f"the run cannot be written to {self.folder} ({error.strerror}): give another folder for runs (--runs)"
             ) from error
         try:
-            _lock(descriptor, self.folder)
+            if not lock_file(descriptor, wait=False):
+                raise ValueError(
+                    f"another process is training in {self.folder}: stop it or wait for its end, or choose another "
+                    "name (name=...)"
+                )
             try:
                 yield
             finally:
@@ -127,19 +131,6 @@ class Checkpoints:
             yield last
         own = self.key or key_of(last)
         yield from (place for _, place in self.former() if own is None or key_of(place) == own)
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(
-            f"another process is training in {folder}: stop it or wait for its end, or choose another name (name=...)"
-        ) from error
-    except OSError:
-        pass  # a file system without locks
 
 
 def write_checksums(folder: Path, *, key: str, step: int, but: tuple[str, ...] = ()) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,15 +50,21 @@ def load_model(config: RunConfig, world: World, *, dtype: str | None = None) -> 
 
 def check_lengths(config: RunConfig, target: TrainingTarget) -> None:
     """Rows beyond the target's last position would be read wrongly, or not at all."""
-    if config.data.max_length > target.max_length:
-        raise ValueError(
-            f"data.max_length is {config.data.max_length}, but {target.name} has positions for {target.max_length} "
-            f"tokens: set data.max_length={target.max_length} or less"
+    for problem in length_problems(config, target.name, target.max_length):
+        raise ValueError(problem)
+
+
+def length_problems(config: RunConfig, name: str, max_length: int) -> Iterator[str]:
+    """What of a recipe goes beyond the last position of the target called `name`, each in words."""
+    if config.data.max_length > max_length:
+        yield (
+            f"data.max_length is {config.data.max_length}, but {name} has positions for {max_length} tokens: "
+            f"set data.max_length={max_length} or less"
         )
-    if config.eval.max_tokens >= target.max_length:
-        raise ValueError(
-            f"eval.max_tokens is {config.eval.max_tokens}, but {target.name} has positions for {target.max_length} "
-            "tokens, its prompt included: lower it"
+    if config.eval.max_tokens >= max_length:
+        yield (
+            f"eval.max_tokens is {config.eval.max_tokens}, but {name} has positions for {max_length} tokens, "
+            "its prompt included: lower it"
         )
 
 

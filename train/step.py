@@ -13,7 +13,6 @@ Shapes: R packed rows of a pass, Q rows that count at a depth.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from configs.schema import OptimConfig, TrainSettings
 from heads.base import DraftHead
 from heads.unroll import Batch
 from infer.chat import Rendered
+from train.corpus.order import derived_seed
 from train.unroll import StepFigures, Teacher, plan_rows, unrolled_loss
 from train.world import World
 
@@ -156,8 +156,7 @@ def check_step_weights(settings: TrainSettings, num_depths: int | None) -> None:
 
 def visit_generator(seed: int, visit: int) -> torch.Generator:
     """Where a visit's random choices come from, in any process and at any batch size."""
-    digest = hashlib.blake2b(f"visit {seed} {visit}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.Generator().manual_seed(derived_seed(f"visit {seed} {visit}"))
 
 
 def check_shares(optim: OptimConfig, *, processes: int) -> None:

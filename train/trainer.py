@@ -152,14 +152,19 @@ class Trainer:
         self.config, self.target, self.data, self.world, self.notice = config, target, data, world, notice
         self.checkpoints, self.folder = checkpoints, checkpoints.folder
         self.dtype = compute_dtype(config, target)
-        self.state = self._first_state() if resumed is None else resumed.state
-        self.state.check_identity(self._identity(), self.folder)
-        self.state.config = config
+        identity = self._identity()
+        if resumed is None:
+            self.state = RunState(config=config, identity=identity, key=world.broadcast(uuid.uuid4().hex))
+        else:
+            self.state = resumed.state
+            self.state.check_identity(identity, self.folder)
+            self.state.config = config
         checkpoints.key = self.state.key
         self.head = self._first_head() if resumed is None or config.head.lora_rank is not None else resumed.head
         self.head.to(target.device).bind(target.weights).train()
         check_step_weights(config.train, self.head.num_depths)
         place = None if resumed is None else resumed.place
+        self.coverage = label_coverage(data, self.head.vocabulary)
         self.adapter = adapt_head(config, self.head, world, resumed=place)
         self.backbone = make_backbone(config, target, self.head, resumed=place)
         lm_head_rows = target.lm_head_weight.index_select(0, self.head.target_ids)
@@ -295,17 +300,14 @@ class Trainer:
         self._evaluated_step, self._saved_step = step, -1  # whether it was the best belongs to the state
         with self.updater.whole():
             if self.world.is_main or self.config.target.sharded:
-                evaluation = self._measure(step)
+                head = self._standalone_head()
+                target = self.target if self.backbone is None else self.backbone.served(step)
+                evaluation = self.evaluator.evaluate(head, target, step, backbone=self.backbone)
                 if self.world.is_main:
-                    self._keep_if_best(evaluation)
+                    self._keep_if_best(head, evaluation)
         self.state.stale_evaluations = self.world.broadcast(self.state.stale_evaluations)
 
-    def _measure(self, step: int) -> Evaluation:
-        head = self._standalone_head()
-        target = self.target if self.backbone is None else self.backbone.served(step)
-        return self.evaluator.evaluate(head, target, step, backbone=self.backbone)
-
-    def _keep_if_best(self, evaluation: Evaluation) -> None:
+    def _keep_if_best(self, head: DraftHead, evaluation: Evaluation) -> None:
         step = self.state.progress.step
         self.log.evaluation(self._position(), evaluation)
         best = Best.read(self.folder)
@@ -313,11 +315,11 @@ class Trainer:
         self.state.stale_evaluations = 0 if is_best else self.state.stale_evaluations + 1
         self.notice(f"step {step}: {evaluation.describe()}{' (best)' if is_best else ''}")
         if is_best:
-            self._save(lambda: self._write_best(evaluation), "the best head", is_final=False)
+            self._save(lambda: self._write_best(head, evaluation), "the best head", is_final=False)
 
-    def _write_best(self, evaluation: Evaluation) -> None:
+    def _write_best(self, head: DraftHead, evaluation: Evaluation) -> None:
         card = self._card(evaluation.for_card())
-        save_head(self.checkpoints.best, self._standalone_head(), card, add_files=self._write_adapters)
+        save_head(self.checkpoints.best, head, card, add_files=self._write_adapters)
 
     def _standalone_head(self) -> DraftHead:
         """The head apart from whatever trains it; within `updater.whole()`."""
@@ -425,7 +427,7 @@ class Trainer:
                 "name": self.config.name,
                 "data": account,
                 "draft_vocab_size": len(self.head.vocabulary),
-                "label_coverage": label_coverage(self.data, self.head.vocabulary),
+                "label_coverage": self.coverage,
                 "parameters": size,
             }
         )
@@ -446,7 +448,7 @@ class Trainer:
                 **({} if backbone is None else {BACKBONE: backbone.facts()}),
                 **({} if self.adapter is None else {LORA: self.adapter.facts()}),
             },
-            vocabulary={"label_coverage": label_coverage(self.data, self.head.vocabulary)},
+            vocabulary={"label_coverage": self.coverage},
         )
 
     def _save_last(self, *, is_final: bool = False) -> None:
@@ -507,7 +509,7 @@ class Trainer:
             "best": best,
             "data": self.data.account,
             "draft_vocab_size": len(self.head.vocabulary),
-            "label_coverage": label_coverage(self.data, self.head.vocabulary),
+            "label_coverage": self.coverage,
         }
         return self.log.finish(summary)
 
@@ -528,9 +530,6 @@ class Trainer:
                 )
         return identity
 
-    def _first_state(self) -> RunState:
-        return RunState(config=self.config, identity=self._identity(), key=self.world.broadcast(uuid.uuid4().hex))
-
     def _first_head(self) -> DraftHead:
         """The main process's, in every process."""
         return self.world.broadcast(make_head(self.config, self.target, self.data))
@@ -550,8 +549,9 @@ def _read_checkpoint(checkpoints: Checkpoints, config: RunConfig, notice: Notice
     state.check_config(config)
     if state.config.name != config.name:  # a copied folder is a run of its own
         state.run_id = None
-    evaluated = any(record["event"] == "evaluation" for record in read_metrics(checkpoints.folder))
-    if not recover_folder(checkpoints.best).exists() and evaluated:
+    if not recover_folder(checkpoints.best).exists() and any(
+        record["event"] == "evaluation" for record in read_metrics(checkpoints.folder)
+    ):
         notice(f"{checkpoints.best} does not exist: the next evaluation is taken as the best so far")
     _check_best(checkpoints)
     return Resumed(place=place, state=state, head=load_head(place)[0])

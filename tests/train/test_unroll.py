@@ -21,18 +21,20 @@ from train.unroll import Teacher, _draft_ids, plan_rows, unrolled_loss
 HIDDEN, VOCABULARY = 32, 50
 
 
+SIZES: dict[str, int] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCABULARY,
+    "draft_vocab_size": VOCABULARY,
+}
+
+
 @pytest.fixture
 def head() -> Eagle3Head:
-    config = Eagle3Config(
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=VOCABULARY,
-        draft_vocab_size=VOCABULARY,
-        taps=(1, 2, 3),
-    )
+    config = Eagle3Config(**SIZES, taps=(1, 2, 3))
     torch.manual_seed(0)
     made = Eagle3Head(config, DraftVocabulary.full(VOCABULARY))
     for parameter in made.parameters():
@@ -194,16 +196,7 @@ def test_random_subset_is_nested_and_seeded() -> None:
 def test_what_is_random_in_a_sequence_does_not_depend_on_its_batch() -> None:
     """The rows that go on and the noise of a sequence are the same alone, and beside others in either order."""
     lengths = [40, 25]
-    config = Eagle1Config(
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=VOCABULARY,
-        draft_vocab_size=VOCABULARY,
-        taps=(4,),
-    )
+    config = Eagle1Config(**SIZES, taps=(4,))
     noisy_head = Eagle1Head(config, DraftVocabulary.full(VOCABULARY))
 
     def draw(order: Sequence[int]) -> dict[int, tuple[list[list[int]], torch.Tensor]]:

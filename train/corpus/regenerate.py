@@ -26,7 +26,7 @@ from train.corpus.writing import (
     Writer,
     WritingConfig,
     WritingReport,
-    derived_seed,
+    text_seed,
     uniforms,
 )
 
@@ -87,7 +87,7 @@ class Regenerator(Writer[_Chat, RegenerationConfig]):
         given = self.requests[number]
         attempt = _Chat(
             number=number,
-            seed=derived_seed(self.config.seed, number),
+            seed=text_seed(self.config.seed, number),
             temperature=self._temperature(next(uniforms(self.config.seed, number))),
             domain=given.domain,
             turns=turns_before_answers(given),
@@ -116,7 +116,7 @@ class Regenerator(Writer[_Chat, RegenerationConfig]):
             top_p=self.config.top_p,
             top_k=self.config.top_k,
             max_tokens=self.config.max_answer_tokens,
-            seed=derived_seed(attempt.seed, f"answer {turn}"),
+            seed=text_seed(attempt.seed, f"answer {turn}"),
         )
 
     def _row(self, attempt: _Chat) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from train.corpus.writing import (
     Writer,
     WritingConfig,
     WritingReport,
-    derived_seed,
+    text_seed,
     uniforms,
     without_end,
 )
@@ -119,7 +119,7 @@ class Synthesizer(_FreeWriter[_Chat]):
         draw = uniforms(config.seed, number)
         attempt = _Chat(
             number=number,
-            seed=derived_seed(config.seed, number),
+            seed=text_seed(config.seed, number),
             temperature=self._temperature(next(draw)),
             num_turns=2 if next(draw) < config.second_turn_share else 1,
         )
@@ -157,7 +157,7 @@ class Synthesizer(_FreeWriter[_Chat]):
                     top_k=self.config.prompt_top_k,
                     max_tokens=max_tokens,
                     stop_token_ids=(stop_id,),
-                    seed=derived_seed(attempt.seed, f"user {turn}"),
+                    seed=text_seed(attempt.seed, f"user {turn}"),
                 )
             )
         for attempt, completion in zip(begun, self._generate(prompts, params, on_tokens), strict=True):
@@ -214,7 +214,7 @@ class TextWriter(_FreeWriter[Attempt]):
         draw = uniforms(self.config.seed, number)
         # Without a beginning, greedy texts would all be the same one.
         temperature = self._temperature(next(draw)) if self.beginnings else self.config.temperature
-        attempt = Attempt(number=number, seed=derived_seed(self.config.seed, number), temperature=temperature)
+        attempt = Attempt(number=number, seed=text_seed(self.config.seed, number), temperature=temperature)
         if self.beginnings:
             given = self.beginnings[number % len(self.beginnings)]
             attempt.domain = given.domain

@@ -238,7 +238,7 @@ class Writer(ABC, Generic[AttemptT, ConfigT]):
         return SamplingParams(
             temperature=attempt.temperature,
             max_tokens=self.config.max_answer_tokens,
-            seed=derived_seed(attempt.seed, f"answer {turn}"),
+            seed=text_seed(attempt.seed, f"answer {turn}"),
         )
 
     def _fits(self, prompt: Sequence[int], max_tokens: int) -> bool:
@@ -304,7 +304,8 @@ def without_end(token_ids: Sequence[int], special: frozenset[int]) -> list[int]:
     return token_ids[:-1] if token_ids and token_ids[-1] in special else token_ids
 
 
-def derived_seed(seed: int, name: int | str) -> int:
+def text_seed(seed: int, name: int | str) -> int:
+    """That of an attempt, or of a part of it. (Files that were begun go on with it: its values may not change.)"""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4]) >> 1
 
 

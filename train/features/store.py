@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from heads.checkpoint import lock_file
 from train.features.codec import Kept
 from train.features.manifest import MANIFEST_FILE, Manifest
 from train.features.rows import row_key
@@ -235,11 +236,9 @@ class FeatureStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        import fcntl
-
         descriptor = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock_file(descriptor)
             yield
         finally:
             os.close(descriptor)

@@ -167,7 +167,7 @@ def _head_items(config: RunConfig, head: HeadSize, *, processes: int) -> list[It
 def _batch_items(
     config: RunConfig, target: TargetSize, head: HeadSize, work: Workload, precision: Precision, *, processes: int
 ) -> list[Item]:
-    own = -(-config.optim.conversations_per_step // processes)
+    own = min(config.optim.batch_size, -(-config.optim.conversations_per_step // processes))
     state_bytes = (len(head.taps) + 1) * target.hidden_size * precision.compute_bytes
     batch_tokens = min(own * work.mean_length * 1.5, own * work.longest)
     lm_head_rows = head.draft_vocab_size * target.hidden_size * precision.compute_bytes
@@ -178,9 +178,9 @@ def _batch_items(
             settings=("head.draft_vocab_size",),
         ),
         Item(
-            name="features of a step's conversations",
+            name="features of a pass's conversations",
             num_bytes=round(batch_tokens * state_bytes),
-            settings=("optim.accumulation", "optim.batch_size", "data.max_length"),
+            settings=("optim.batch_size", "data.max_length"),
         ),
         Item(
             name="features of held-out text",

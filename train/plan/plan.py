@@ -34,7 +34,7 @@ from train.plan.resources import GB, Resources
 from train.plan.sizes import HeadSize, TargetSize, target_config
 from train.plan.timing import Budget, Times, budget_of, times_of
 from train.plan.workload import Workload, estimated_workload, load_tokenizer, read_data, workload_of
-from train.setup import family_settings, load_target
+from train.setup import family_settings, length_problems, load_target
 from train.step import check_shares
 from train.world import World
 
@@ -117,7 +117,7 @@ def make_plan(
         plan,
         lambda: HeadSize.of(config.head, model_config, size.vocab_size, family_settings(config.head)),
     )
-    _check_lengths(plan, config)
+    plan.problems += length_problems(config, "the target", size.max_length)
     tokenizer = target.tokenizer if target is not None else _attempt(plan, lambda: load_tokenizer(config))
     data = _read(plan, config, tokenizer)
     precision = _precision(config, target, on_gpu=on_gpu)
@@ -228,20 +228,6 @@ def _check_processes(plan: Plan, config: RunConfig) -> None:
     if config.target.device.startswith("cuda") and not plan.resources.gpus:
         plan.problems.append(
             f"target.device is {config.target.device}, but there is no GPU here: set it to auto or cpu"
-        )
-
-
-def _check_lengths(plan: Plan, config: RunConfig) -> None:
-    assert plan.target is not None
-    longest = plan.target.max_length
-    if config.data.max_length > longest:
-        plan.problems.append(
-            f"data.max_length is {config.data.max_length}, but the target has positions for {longest} tokens: lower it"
-        )
-    if config.eval.max_tokens >= longest:
-        plan.problems.append(
-            f"eval.max_tokens is {config.eval.max_tokens}, but the target has positions for {longest} tokens, its "
-            "prompt included: lower it"
         )
 
 
