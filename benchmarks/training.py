@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -216,9 +217,9 @@ class Bench:
                 loss += sum(self._loss_flops(step, rows) for step, rows in enumerate(plan))
                 if self.config.train.teacher == "full":
                     normalizer += 2 * self.target.lm_head_weight.numel() * int(batch.loss_mask[1:].sum())
-        with FlopCounterMode(display=False) as counter:
-            for row in self.rows:
-                self.target.features([row.token_ids], self.head.config.taps)
+        with self.target.stock() as model, torch.no_grad(), FlopCounterMode(display=False) as counter:
+            for row in self.rows:  # by torch's own operations, which are the ones that can be counted
+                model.base_model(torch.tensor([row.token_ids], device=self.target.device), use_cache=False)
         return Flops(
             target=counter.get_total_flops(),
             normalizer=normalizer,
@@ -329,8 +330,11 @@ def peak_memory(device: torch.device) -> Iterator[Callable[[], float]]:
         yield lambda: float("nan")
 
 
-def measure(bench: Bench, num_steps: int, sources: dict[str, FeatureSource], *, repeats: int) -> list[Line]:
-    """A line for each source of features; the passes of all are interleaved, after one that is not counted."""
+def measure(
+    bench: Bench, num_steps: int, sources: dict[str, FeatureSource], *, repeats: int
+) -> list[Callable[[], Line]]:
+    """What makes a line for each source of features, by the best rates seen when it is called; the passes of all are
+    interleaved, after one that is not counted."""
     times: dict[str, list[dict[str, float]]] = {name: [] for name in sources}
     peaks = dict.fromkeys(sources, 0.0)
     for repeat in range(repeats + 1):
@@ -343,7 +347,7 @@ def measure(bench: Bench, num_steps: int, sources: dict[str, FeatureSource], *, 
                 times[name].append(seconds)
     inside = [bench.parts_of_head(num_steps, sources["cached"]) for _ in range(repeats + 1)][1:]
     flops = bench.flops(num_steps, sources["cached"])
-    return [_line(bench, name, num_steps, times[name], inside, flops, peaks[name]) for name in sources]
+    return [partial(_line, bench, name, num_steps, times[name], inside, flops, peaks[name]) for name in sources]
 
 
 def _line(
@@ -447,7 +451,7 @@ def run(
     online = OnlineFeatures(
         target, taps, feature_dtype=settings.feature_dtype, with_normalizer=settings.teacher == "full"
     )
-    lines: list[Line] = []
+    lines: list[Callable[[], Line]] = []
     with tempfile.TemporaryDirectory() as folder:
         cached = make_features(
             config, target, taps=taps, folder=Path(folder), rows=bench.rows, notice=lambda message: None
@@ -457,7 +461,7 @@ def run(
         cached.flush()
         for num_steps in counts:
             lines += measure(bench, num_steps, {"cached": cached, "online": online}, repeats=repeats)
-    return bench, lines
+    return bench, [line() for line in lines]
 
 
 def main() -> None:

@@ -36,6 +36,7 @@ TeacherLaw = Literal["full", "draft"]
 StepWeighting = Literal["decay", "dpace"]
 HeadType = Literal["eagle3", "eagle1", "medusa", "hydra", "early_exit"]
 HeadInit = Literal["target", "random"]
+InitVocab = Literal["kept", "data"]
 BackboneObjective = Literal["kl", "ce"]
 LossName = Literal["lk", "lk_hybrid", "ce", "kl", "tv", "top10"]
 OptimizerName = Literal["adamw"]
@@ -78,7 +79,7 @@ class TargetConfig:
     adapter: str | None = None
     """Folder of a LoRA adapter (peft's form) that is merged into the model when it is loaded; null for none."""
     quantization: Quantization | None = None
-    """Load the weights in int8 or int4 through bitsandbytes (needs a GPU); null for none."""
+    """Load the weights in int8 or int4 (on a GPU through bitsandbytes); null for none."""
     device_map: str | None = None
     """How a model too large for one device is spread by accelerate: `auto`, `balanced` or `sequential`; null for one
     device."""
@@ -191,6 +192,9 @@ class HeadSettings:
     """`target` copies attention and MLP of the target's last layer where shapes allow; `random` does not."""
     init_from: str | None = None
     """Folder of a trained head to start from (its target must be the same, its vocabulary and taps are taken over)."""
+    init_vocab: InitVocab = "kept"
+    """Of a head in `init_from`: `kept` keeps its draft vocabulary, `data` chooses `draft_vocab_size` tokens anew.
+    Tokens that it had keep their rows of the LM head, new ones start from the target's."""
     lora_rank: int | None = None
     """Train a LoRA adapter of this rank on the head in `init_from`, whose own weights stay; null to train the head.
     The target may then be a fine-tuned relative of the head's own."""
@@ -223,6 +227,11 @@ class HeadSettings:
         _require_at_least("head.lora_alpha", self.lora_alpha, 1)
         if self.lora_rank is not None and self.init_from is None:
             raise ValueError("head.lora_rank is given without head.init_from: name the trained head to adapt")
+        if self.init_vocab == "data" and (self.init_from is None or self.lora_rank is not None):
+            raise ValueError(
+                "head.init_vocab is 'data', which changes the vocabulary of a head that is trained on as a whole: name "
+                "it in head.init_from, and leave head.lora_rank null"
+            )
         if self.lora_alpha is not None and self.lora_rank is None:
             raise ValueError("head.lora_alpha is given, but head.lora_rank is null, so there is no adapter")
         _require_at_least("head.num_heads", self.num_heads, 1)

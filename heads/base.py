@@ -16,7 +16,7 @@ V target vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -127,9 +127,13 @@ class HeadConfig:
 
 
 class DraftHead(nn.Module, ABC):
-    """See the module. A head holds nothing of its target: `bind` lends it what it reads."""
+    """See the module. A head holds nothing of its target: `bind` lends it what it reads.
+
+    multiply: the product of inputs with an LM head's weight, where decoding has a faster one than torch's.
+    """
 
     config: HeadConfig
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = staticmethod(functional.linear)
 
     def __init__(self, config: HeadConfig, vocabulary: DraftVocabulary) -> None:
         super().__init__()
@@ -217,7 +221,7 @@ class DraftHead(nn.Module, ABC):
     def logits(self, states: torch.Tensor, depth: int = 0) -> torch.Tensor:
         """Draft logits [..., C]."""
         inputs, weight = self.outputs(states, depth)
-        return functional.linear(inputs, weight.to(inputs.dtype))
+        return self.multiply(inputs, weight.to(inputs.dtype))
 
     def init_from_target(self, *, layer: nn.Module, final_norm: nn.Module, lm_head_weight: torch.Tensor) -> list[str]:
         """Start from what the target already knows (its last layer, final norm and LM head); returns the names of the

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from heads.base import HeadConfig, RecurrentHead, TargetSizes, TargetWeights, final_tap, flag, refuse_other_values
 from heads.decoder import ONE_LAYER, DecoderConfig, decoder_of_native, decoder_of_target, decoder_to_native
-from heads.layers import Attend, Attention, GatedMLP, RMSNorm, Rotary
+from heads.layers import Attend, Attention, Block, GatedMLP, RMSNorm, Rotary
 from heads.rope import rotary_table
 from heads.unroll import Batch
 from heads.vocab import DraftVocabulary, VocabularyProvenance
@@ -108,7 +108,9 @@ class Eagle1Config(DecoderConfig):
 
 
 class DecoderLayer(nn.Module):
-    """Llama's without the norm before attention: its input comes from `fc`."""
+    """Llama's without the norm before attention: its input comes from `fc`. block: as in `heads.eagle3.MidLayer`."""
+
+    block: Block | None = None
 
     def __init__(self, config: Eagle1Config) -> None:
         super().__init__()
@@ -117,6 +119,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, inputs: torch.Tensor, rotary: Rotary, attend: Attend, rows: torch.Tensor | None) -> torch.Tensor:
+        if self.block is not None and rows is None:
+            return self.block(inputs, inputs, rotary, attend)
         attended = self.self_attn(inputs, rotary, attend, rows)
         states = (inputs if rows is None else inputs[rows]) + attended
         return cast(torch.Tensor, states + self.mlp(self.post_attention_layernorm(states)))

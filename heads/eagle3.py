@@ -24,7 +24,7 @@ from torch import nn
 
 from heads.base import RecurrentHead, TargetSizes, flag, refuse_other_values
 from heads.decoder import ONE_LAYER, DecoderConfig, decoder_of_native, decoder_of_target, decoder_to_native
-from heads.layers import RANDOM_SHARE, Attend, Attention, GatedMLP, RMSNorm, Rotary, fill, norm_scale
+from heads.layers import RANDOM_SHARE, Attend, Attention, Block, GatedMLP, RMSNorm, Rotary, fill, norm_scale
 from heads.rope import rotary_table
 from heads.vocab import DraftVocabulary
 
@@ -149,7 +149,9 @@ def _native_taps(native: Mapping[str, Any], num_target_layers: int | None) -> tu
 
 class MidLayer(nn.Module):
     """The decoder layer. The residual is the raw state (or, as an option, the normed one): the embedding enters through
-    attention alone."""
+    attention alone. block: attention and MLP in one, where decoding has made that."""
+
+    block: Block | None = None
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -170,8 +172,10 @@ class MidLayer(nn.Module):
     ) -> torch.Tensor:
         normed = self.hidden_norm(states)
         inputs = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)  # [..., 2H]
-        attended = self.self_attn(inputs, rotary, attend, rows)
         states = normed if self.norm_before_residual else states
+        if self.block is not None and rows is None:
+            return self.block(inputs, states, rotary, attend)
+        attended = self.self_attn(inputs, rotary, attend, rows)
         states = (states if rows is None else states[rows]) + attended
         return cast(torch.Tensor, states + self.mlp(self.post_attention_layernorm(states)))
 

@@ -289,8 +289,10 @@ class HydraHead(PathHead):
     def logits(self, states: torch.Tensor, depth: int = 0) -> torch.Tensor:
         """Draft logits [..., C], without the copy of the weights that `outputs` makes."""
         head = self.hydra_lm_head[depth]
-        bias = cast(torch.Tensor, head.bias)
-        return functional.linear(states, cast(torch.Tensor, head.weight).to(states.dtype), bias.to(states.dtype))
+        weight, bias = cast(torch.Tensor, head.weight), cast(torch.Tensor, head.bias)
+        if weight.dtype is states.dtype:
+            return cast(torch.Tensor, head(states))
+        return functional.linear(states, weight.to(states.dtype), bias.to(states.dtype))
 
     def outputs(self, states: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The bias as further columns: [states, 1, 0...] and [weight, bias, 0...]."""

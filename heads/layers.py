@@ -19,6 +19,12 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, each [..., 1, D]."""
 
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""The product with one weight, or with several that read the same inputs, whose results stand side by side."""
+
+Block = Callable[[torch.Tensor, torch.Tensor, Rotary, Attend], torch.Tensor]
+"""(what attention reads, residual, rotary, attend) -> states: a layer's attention and MLP, each around a residual."""
+
 RANDOM_SHARE = 0.3
 """What is left of random values in tensors that are filled from the target in part."""
 
@@ -38,7 +44,13 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """Llama's SiLU-gated MLP, [..., H] -> [..., H]."""
+    """Llama's SiLU-gated MLP, [..., H] -> [..., H].
+
+    side_by_side: the product with all of `siblings`, where decoding has made one (`infer.packing`).
+    """
+
+    siblings = ("gate_proj", "up_proj")
+    side_by_side: Product | None = None
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -47,8 +59,11 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        gated = functional.silu(self.gate_proj(states)) * self.up_proj(states)
-        return cast(torch.Tensor, self.down_proj(gated))
+        if self.side_by_side is None:
+            gate, up = self.gate_proj(states), self.up_proj(states)
+        else:
+            gate, up = self.side_by_side(states).chunk(2, dim=-1)
+        return cast(torch.Tensor, self.down_proj(functional.silu(gate) * up))
 
 
 class AttentionSizes(Protocol):
@@ -78,12 +93,16 @@ def check_attention_sizes(sizes: AttentionSizes) -> None:
 
 
 class Attention(nn.Module):
-    """Projections around the caller's attention, [..., input size] -> [..., H]."""
+    """Projections around the caller's attention, [..., input size] -> [..., H]. side_by_side: as in `GatedMLP`."""
+
+    siblings = ("q_proj", "k_proj", "v_proj")
+    side_by_side: Product | None = None
 
     def __init__(self, sizes: AttentionSizes, *, input_size: int) -> None:
         super().__init__()
         self.head_dim = sizes.head_dim
-        query_size, key_size = (n * sizes.head_dim for n in (sizes.num_attention_heads, sizes.num_key_value_heads))
+        self.num_query_heads, self.num_key_heads = sizes.num_attention_heads, sizes.num_key_value_heads
+        query_size, key_size = (n * sizes.head_dim for n in (self.num_query_heads, self.num_key_heads))
         self.q_proj = nn.Linear(input_size, query_size, bias=False)
         self.k_proj = nn.Linear(input_size, key_size, bias=False)
         self.v_proj = nn.Linear(input_size, key_size, bias=False)
@@ -93,6 +112,8 @@ class Attention(nn.Module):
         self, inputs: torch.Tensor, rotary: Rotary, attend: Attend, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         """With `rows` (indices into the first dimension), only those attend; all give keys and values."""
+        if self.side_by_side is not None and rows is None:
+            return self._attend_side_by_side(self.side_by_side(inputs), rotary, attend)
         key = self.k_proj(inputs).unflatten(-1, (-1, self.head_dim))  # [..., Hkv, D]
         value = self.v_proj(inputs).unflatten(-1, (-1, self.head_dim))  # [..., Hkv, D]
         key = rotate(key, rotary)
@@ -101,6 +122,14 @@ class Attention(nn.Module):
         query = self.q_proj(inputs).unflatten(-1, (-1, self.head_dim))  # [..., Hq, D]
         attended = attend(rotate(query, rotary), key, value)
         return cast(torch.Tensor, self.o_proj(attended.flatten(-2).to(inputs.dtype)))
+
+    def _attend_side_by_side(self, projected: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+        """The same from all three projections [..., (Hq + 2 Hkv) * D]."""
+        num_query_heads, num_key_heads = self.num_query_heads, self.num_key_heads
+        heads = projected.unflatten(-1, (-1, self.head_dim))
+        turned, value = heads.split([num_query_heads + num_key_heads, num_key_heads], dim=-2)
+        query, key = rotate(turned, rotary).split([num_query_heads, num_key_heads], dim=-2)
+        return cast(torch.Tensor, self.o_proj(attend(query, key, value).flatten(-2).to(projected.dtype)))
 
 
 class RotaryTable:
@@ -112,9 +141,21 @@ class RotaryTable:
     def __init__(self, head_dim: int, theta: float) -> None:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
         self._inverse_frequencies = (theta**-exponents).float()
+        self._known: dict[torch.dtype, Rotary] = {}
 
     def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
-        """Of positions [...], each [..., 1, D]."""
+        """Of positions [...], each [..., 1, D]. On a CPU they are looked up, once computed."""
+        if positions.device.type != "cpu" or not positions.numel():
+            return self.compute(positions, dtype)
+        longest = int(positions.max()) + 1
+        if dtype not in self._known or len(self._known[dtype][0]) < longest:
+            with torch.inference_mode(mode=False):  # for training takes them too
+                self._known[dtype] = self.compute(torch.arange(max(256, 2 * longest)), dtype)
+        cosines, sines = self._known[dtype]
+        return cosines[positions], sines[positions]
+
+    def compute(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
+        """The same, anew."""
         angles = positions.float()[..., None] * self._inverse_frequencies.to(positions.device)  # [..., D/2]
         angles = torch.cat([angles, angles], dim=-1)[..., None, :]  # [..., 1, D]
         return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -294,7 +294,8 @@ def merge_head(head: DraftHead, factors: Factors, scales: Scales) -> DraftHead:
     for name, (down, up) in factors.items():
         weight = linear_layer(merged, name).weight
         refuse_other_shape(name, weight, down, up)
-        weight.data.copy_(merged_weight(weight, down, up, scales[name]))
+        with torch.no_grad():
+            weight.copy_(merged_weight(weight, down, up, scales[name]))
     return merged
 
 

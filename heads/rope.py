@@ -117,6 +117,7 @@ def _number(key: str, value: Any) -> float | int | bool:
 
 class _ScaledRotaryTable(RotaryTable):
     def __init__(self, head_dim: int, theta: float, scaling: Mapping[str, Any]) -> None:
+        super().__init__(head_dim, theta)
         config = LlamaConfig(
             hidden_size=head_dim,
             num_attention_heads=1,
@@ -125,8 +126,8 @@ class _ScaledRotaryTable(RotaryTable):
         )
         self._inverse_frequencies, self._amplitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, None)
 
-    def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
-        cos, sin = super().__call__(positions, torch.float32)
+    def compute(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
+        cos, sin = super().compute(positions, torch.float32)
         return (cos * self._amplitude).to(dtype), (sin * self._amplitude).to(dtype)
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from infer.fixed import FixedRows, attend_fixed
+from infer.kernels.paths import attend_paths
 from infer.rows import PackedRows
 
 ATTENTION_NAME = "headstart"
@@ -56,6 +57,11 @@ def packed_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     here, home = query.device, packed_rows.columns.device  # layers of a device map may be elsewhere than the cache
     query, key, value = query.to(home), key.to(home), value.to(home)
+    if isinstance(packed_rows, PackedRows) and packed_rows.use_kernel and softcap is None:
+        output = attend_paths(
+            query[0], key[0], value[0], layer, packed_rows, scaling=scaling, sliding_window=sliding_window
+        )
+        return output[None], None
     packed_rows.cache.write(layer, packed_rows.columns, key[0], value[0])
     settings: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
     if isinstance(packed_rows, FixedRows):

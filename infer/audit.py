@@ -291,7 +291,7 @@ class Subject:
             partial(self.engine, exactness=exactness),
             trees=trees,
             needs=self.settings.needs(num_tokens),
-            rounding=None if exactness == "bitwise" else self.target.dtype,
+            rounding=None if exactness == "bitwise" else self.target.tie_dtype,
             max_tokens=self.settings.max_tokens,
             seed=self.settings.seed,
             progress=self.advance,

@@ -230,7 +230,7 @@ class _Bench:
             engine.target,
             max_requests=1,
             max_length=engine.max_length,
-            exactness=None if engine.row_width is None else "bitwise",
+            exactness="bitwise" if engine.exactness == "bitwise" else None,
             row_width=engine.row_width,
             tree=TreeSettings(adaptive=False),
         )
@@ -314,7 +314,7 @@ class _Bench:
                     temperature=each.temperature,
                     position=first.position,
                     margin=first.margin,
-                    near_tie=self.engine.row_width is None and first.is_tie(self.target.dtype),
+                    near_tie=self.engine.exactness != "bitwise" and first.is_tie(self.target.tie_dtype),
                 )
             )
         return found
@@ -341,10 +341,17 @@ def run_engine(engine: Engine, token_ids: Sequence[int], params: SamplingParams)
 
 
 def run_stock(
-    target: TargetModel, token_ids: Sequence[int], params: SamplingParams, *, lookup_tokens: int | None = None
+    target: TargetModel,
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    lookup_tokens: int | None = None,
+    assistant: Any = None,
+    early_exit: int | None = None,
 ) -> Run:
     """One prompt through transformers' `generate` on the target's own weights, with nothing inherited from
-    defaults."""
+    defaults. Its drafts: `lookup_tokens` looked up in the text, or those of an `assistant` model, or of the target's
+    own first `early_exit` layers."""
     from transformers import GenerationConfig
 
     sampling = {} if params.greedy else {"temperature": params.temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -359,13 +366,19 @@ def run_stock(
         eos_token_id=eos_ids or None,
         pad_token_id=eos_ids[0] if eos_ids else 0,
         prompt_lookup_num_tokens=lookup_tokens,
+        assistant_early_exit=early_exit,
         **sampling,
     )
     input_ids = torch.tensor([list(token_ids)], device=target.device)
     with target.stock() as model, torch.inference_mode(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(params.seed or 0)
         start = time.perf_counter()
-        output = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config)
+        output = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            generation_config=config,
+            assistant_model=assistant,
+        )
         answer = tuple(output[0, input_ids.shape[1] :].tolist())
         seconds = time.perf_counter() - start
     return Run(token_ids=answer, seconds=seconds)

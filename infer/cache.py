@@ -66,16 +66,19 @@ class SlotCache:
     def commit(self, slot: int, num_committed: int, columns: Sequence[int]) -> None:
         """Move the rows at `columns` of a slot, an accepted path in order, to the columns right after the committed.
 
-        Destinations never lie to the right of their sources, and the rows are gathered before any is written.
+        Columns ascend, so those that must move are the last ones, and the rows are gathered before any is written.
         """
-        moves = [(column, num_committed + i) for i, column in enumerate(columns) if column != num_committed + i]
-        if not moves:
+        num_in_place = 0
+        while num_in_place < len(columns) and columns[num_in_place] == num_committed + num_in_place:
+            num_in_place += 1
+        moved = columns[num_in_place:]
+        if not moved:
             return
         base = slot * self.num_columns
-        sources = torch.tensor([base + source for source, _ in moves], device=self.keys.device)
-        destinations = torch.tensor([base + destination for _, destination in moves], device=self.keys.device)
+        sources = torch.tensor([base + column for column in moved], device=self.keys.device)
+        first = base + num_committed + num_in_place
         for storage in (self.keys, self.values):
-            storage.index_copy_(2, destinations, storage.index_select(2, sources))
+            storage[:, :, first : first + len(moved)] = storage.index_select(2, sources)
 
 
 class SlotAllocator:

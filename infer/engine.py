@@ -8,22 +8,23 @@ same seed; under the rejection rules they follow the same law (`infer.exactness`
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
+from infer.adaptation import Adaptation
 from infer.cache import SlotAllocator, SlotCache
 from infer.chat import Message, encode_text, render_prompt, token_id_list
 from infer.cost import CostModel, cost_of
 from infer.drafters.base import Drafter, DraftLimit, Room, TreeSettings
 from infer.exactness import ANY_KIND, choose_rule
 from infer.fixed import CHUNK, checked_row_width
-from infer.growth import fit
 from infer.noise import random_seed
 from infer.request import Completion, Request, RequestLaw
 from infer.rows import tree_group
@@ -31,6 +32,9 @@ from infer.sampling import SamplingError, SamplingParams
 from infer.target import TargetModel
 from infer.tree import DraftTree, OneHot
 from infer.verify import RULES, KeyedChance, Rule, Verdict, verify
+
+if TYPE_CHECKING:
+    from infer.tune.settings import Workload
 
 MAX_PREFILL_ROWS = 4096
 
@@ -53,7 +57,8 @@ class Engine:
 
     max_requests: requests that run at once; more wait. max_length: most tokens of a request, prompt included (by
     default what the prompts at hand need). exactness, rule: what is promised and how trees are verified
-    (`infer.exactness`); a request may ask for its own. row_width: rows of every forward where exactness is bitwise.
+    (`infer.exactness`); a request may ask for its own. row_width: rows of every forward where exactness is bitwise
+    (by default 16; any number where the target's rows do not depend on each other, `TargetModel.is_row_invariant`).
     tree: bounds of the draft trees. cost: the machine's cost table (measured, or read from the user's cache folder,
     when first needed). observer: called with every verified tree, before its tokens are emitted.
     """
@@ -87,16 +92,20 @@ class Engine:
         self.max_length = max_length
         self.tree = tree or TreeSettings()
         self.rule = self._choose_rule(exactness, rule)
-        self.row_width = checked_row_width(row_width, exactness, max_depth=self.tree.max_depth)
+        self._is_bitwise = exactness == "bitwise"
+        needs_width = row_width is not None or not (self._is_bitwise and target.is_row_invariant)
+        self.row_width = checked_row_width(row_width, exactness, max_depth=self.tree.max_depth) if needs_width else None
         self.observer = observer
         self._cost = cost
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._cache: SlotCache | None = None
         self._slots = SlotAllocator(0)
+        self.adaptation = Adaptation()
         self.draft_seconds = 0.0
         self.verify_seconds = 0.0
         self.forward_seconds = 0.0
+        self.commit_seconds = 0.0
 
     @property
     def exactness(self) -> str:
@@ -113,6 +122,11 @@ class Engine:
     def _tree_cost(self) -> CostModel:
         """The costs that trees are fitted to; a fixed tree needs no table, so none is measured."""
         return self.cost if self.tree.adaptive else CostModel.free()
+
+    def _round_cost(self, requests: Sequence[Request]) -> CostModel:
+        """The costs at the batch and the mean context of a round."""
+        context = sum(request.num_cached for request in requests) // len(requests)
+        return self._tree_cost.at(context=context, batch=len(requests))
 
     def generate(
         self,
@@ -195,7 +209,11 @@ class Engine:
         admitted = self._admit()
         num_tokens = self._advance(admitted, [DraftTree.empty()] * len(admitted)) if admitted else 0
         if self._running:
-            num_tokens += self._advance(self._running, self._draft(self._running))
+            running = list(self._running)
+            trees = self._draft(running)
+            num_tokens += self._advance(running, trees)
+            if self.drafter is not None and self.tree.adaptive:
+                self.adaptation.learn(running, trees)
         return num_tokens
 
     def preempt(self, requests: Sequence[Request] | None = None) -> None:
@@ -235,13 +253,8 @@ class Engine:
             return [DraftTree.empty()] * len(requests)
         start = time.perf_counter()
         limits = [self._limit(request) for request in requests]
-        trees = self.drafter.propose(requests, limits)
-        trees = fit(
-            trees,
-            self._tree_cost,
-            max_nodes=[limit.max_nodes for limit in limits],
-            adaptive=self.tree.adaptive,
-            spent_milliseconds=self.drafter.spent_milliseconds,
+        trees = self.adaptation.draft(
+            self.drafter, requests, limits, self._round_cost(requests), adaptive=self.tree.adaptive
         )
         self.draft_seconds += time.perf_counter() - start
         return trees
@@ -252,10 +265,13 @@ class Engine:
         logits, states = self._forward(requests, trees)
         start = time.perf_counter()
         kept = [self._verify(request, tree, rows) for request, tree, rows in zip(requests, trees, logits, strict=True)]
-        self.verify_seconds += time.perf_counter() - start
-        return sum(
+        verified = time.perf_counter()
+        num_tokens = sum(
             self._commit(request, each, rows) for request, each, rows in zip(requests, kept, states, strict=True)
         )
+        self.verify_seconds += verified - start
+        self.commit_seconds += time.perf_counter() - verified
+        return num_tokens
 
     def _forward(
         self, requests: Sequence[Request], trees: Sequence[DraftTree]
@@ -317,7 +333,7 @@ class Engine:
         request.num_cached = first_column + len(path)
         if self.drafter is not None:
             if states is not None:
-                states = states[[*range(num_chain), *(num_chain + node for node in path)]]
+                states = _rows_at(states, [*range(num_chain), *(num_chain + node for node in path)])
             self.drafter.observe(request, states)
         return num_kept
 
@@ -355,6 +371,7 @@ class Engine:
     def _release(self, request: Request) -> None:
         self._running.remove(request)
         self._slots.release(request.slot)
+        self.adaptation.forget(request)
         if self.drafter is not None:
             self.drafter.close(request)
 
@@ -394,13 +411,13 @@ class Engine:
         return choose_rule(exactness, rule, kinds=kinds, chain=self.tree.branch == 1)
 
     def _exactness_of(self, rule: Rule) -> str:
-        return "bitwise" if self.row_width is not None and rule.exactness == "seed" else rule.exactness
+        return "bitwise" if self._is_bitwise and rule.exactness == "seed" else rule.exactness
 
     def _rule_for(self, index: int, params: SamplingParams) -> Rule:
         """The rule that a request asks for; the engine's if it asks for none."""
-        if params.exactness == "bitwise" and self.row_width is None:
+        if params.exactness == "bitwise" and not self._is_bitwise:
             raise ValueError(
-                f"prompt {index} asks for exactness 'bitwise', which fixes the shape of every forward: "
+                f"prompt {index} asks for exactness 'bitwise', which every forward of an engine must keep: "
                 "build the engine with exactness='bitwise'"
             )
         if params.rule is None and params.exactness in (None, self.exactness, self.rule.exactness):
@@ -454,6 +471,13 @@ class Engine:
             )
 
 
+def _rows_at(rows: torch.Tensor, places: list[int]) -> torch.Tensor:
+    """Some rows, in ascending order; nothing is copied where they are the first ones."""
+    if places[-1] == len(places) - 1:
+        return rows[: len(places)]
+    return rows.index_select(0, torch.tensor(places, device=rows.device))
+
+
 def _as_list(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
@@ -475,22 +499,36 @@ def load_engine(
     row_width: int | None = None,
     tree: TreeSettings | None = None,
     cost: CostModel | None = None,
+    hybrid: bool | None = None,
+    workload: Workload | None = None,
 ) -> Engine:
     """An engine from an augmented model's folder (or `none`, `ngram`, which need a target).
 
     `target` overrides the one that the head names; the adapter of a head that was trained along with it is merged in.
-    Raises ValueError if the head was trained for another target.
+    `hybrid`: whether a lookup is beside a lone trained head (by default unless the tree is a chain). Without a `tree`,
+    settings that `headstart tune` found on this machine are taken, for the `workload` that comes nearest (by default
+    one greedy request), which may be not to draft. Raises ValueError if the head was trained for another target.
     """
-    from infer.drafters import adapter_of, load_drafter, resolve_target
+    from infer.drafters import NO_DRAFT, adapter_of, load_drafter, resolve_target
+    from infer.tune.settings import Workload, tuned_for
 
     choose_rule(exactness, rule)  # a mistake here is told before the target loads
     if not isinstance(target, TargetModel):
         source = resolve_target(head, target)
         target = TargetModel.load(source, dtype=dtype, device=device, adapter=adapter_of(head))
-    is_chain = tree is not None and tree.branch == 1  # a lookup beside the head would make it a tree
+    if tree is None and rule is None:
+        tuned, line = tuned_for(head, target, workload or Workload(), exactness=exactness)
+        if tuned is not None:
+            tree, rule = tuned.tree, tuned.engine_rule
+            hybrid = tuned.hybrid if hybrid is None else hybrid
+            head = head if tuned.speculate else NO_DRAFT
+        elif line:
+            warnings.warn(line, stacklevel=2)
+    if hybrid is None:
+        hybrid = tree is None or tree.branch > 1  # a lookup beside the head would make a tree of a chain
     return Engine(
         target,
-        load_drafter(head, target, hybrid=not is_chain),
+        load_drafter(head, target, hybrid=hybrid),
         max_requests=max_requests,
         max_length=max_length,
         exactness=exactness,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ def machine_facts() -> dict[str, Any]:
     """What a reader needs to know to compare the times with those of another machine."""
     import transformers
 
-    flags = _cpu_info().get("flags", "").split()
+    flags = cpu_flags()
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
@@ -42,12 +43,35 @@ def load_average() -> float | None:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
+def available_bytes() -> int | None:
+    """Memory that programs could still take; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(sizes[0]) << 10 if sizes else None
+
+
 def cpu_name() -> str:
     """The processor's own name where the system tells it, else its architecture."""
-    return _cpu_info().get("model name") or platform.processor() or platform.machine()
+    return cpu_info().get("model name") or platform.processor() or platform.machine()
 
 
-def _cpu_info() -> dict[str, str]:
+def cache_folder() -> Path:
+    """Where the user's cached files go."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user id without a home folder, as in some containers
+        return Path(tempfile.gettempdir())
+
+
+def cpu_flags() -> frozenset[str]:
+    """What an x86 processor can do, in Linux's words; empty where the system does not say."""
+    return frozenset(cpu_info().get("flags", "").split())
+
+
+def cpu_info() -> dict[str, str]:
     """The first processor's fields in /proc/cpuinfo, or nothing on systems without it."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]

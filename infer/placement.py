@@ -3,8 +3,8 @@
 device_map     accelerate places the layers on several devices, in CPU memory and on disk, and brings weights and
                states together when a layer runs. Rows and key/value cache stay on the first device, where heads
                work too; attention is computed there.
-quantization   int8 or int4 weights through bitsandbytes, which multiplies on GPUs. It is another target than the
-               whole one, with a fingerprint of its own: heads are trained for one of the two.
+quantization   int8 or int4 weights: through bitsandbytes on GPUs, through `infer.quantize` on CPUs. It is another
+               target than the whole one, with a fingerprint of its own. On CPUs, heads of the whole one draft for it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from configs.schema import Quantization
 
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 QUANTIZATIONS = get_args(Quantization)
+ROUNDED = "headstart_rounded"
+"""The attribute of a model that says how `infer.quantize` rounded it."""
 
 DeviceMap = str | Mapping[str, Any]
 """One of `MAPS`, or devices by the names of modules, as transformers takes it."""
@@ -33,8 +35,15 @@ def check_placement(quantization: str | None, device_map: DeviceMap | None, devi
         raise ValueError(f"device_map {device_map!r} is unknown: expected {', '.join(MAPS)}")
     if device_map is not None and device not in ("auto", "cpu"):
         raise ValueError(f"device {device!r} and a device_map were given: a map places the model, leave the device out")
+    if is_rounded_here(quantization, device):
+        if device_map is not None:
+            raise ValueError(
+                f"quantization {quantization!r} and a device_map were given, but no GPU is used: on a CPU weights are "
+                "rounded in memory, leave the map out"
+            )
+        return
     if quantization is not None:
-        _check_quantization(quantization, device)
+        _check_quantization(quantization)
     if (device_map is not None or quantization is not None) and importlib.util.find_spec("accelerate") is None:
         raise ValueError("device_map and quantization need accelerate: pip install accelerate")
 
@@ -48,17 +57,17 @@ def check_tied(device_map: DeviceMap | None, config: Any) -> None:
         raise ValueError(f"the device map places {' and '.join(ends)} apart, but they are one weight (tied)")
 
 
-def _check_quantization(quantization: str, device: str) -> None:
-    instead = (
-        "leave quantization out here, or make the features on a machine with a GPU (headstart features) and train on "
-        "them (target.features=FOLDER)"
-    )
-    what = f"an {quantization} target goes through bitsandbytes, which multiplies on GPUs"
+def is_rounded_here(quantization: str | None, device: str) -> bool:
+    """Whether weights are rounded by `infer.quantize`: where no GPU is to be used."""
+    return quantization is not None and (device == "cpu" or (device == "auto" and not torch.cuda.is_available()))
+
+
+def _check_quantization(quantization: str) -> None:
+    """For GPUs."""
+    what = f"an {quantization} target on a GPU goes through bitsandbytes"
     if not torch.cuda.is_available():
         build = "a CPU build of torch is installed" if torch.version.cuda is None else "no GPU is visible"
-        raise ValueError(f"{what}, but {build} (torch {torch.__version__}): {instead}")
-    if device == "cpu":
-        raise ValueError(f"{what}, but device 'cpu' was asked for: use device 'auto' or 'cuda', or leave it out")
+        raise ValueError(f"{what}, but {build} (torch {torch.__version__}): use device 'cpu', where headstart rounds")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(f"{what}, and is not installed: pip install bitsandbytes")
 
@@ -81,7 +90,10 @@ def loading_arguments(
 
 
 def quantization_of(model: Any) -> str:
-    """How a model's weights are quantised, as its config says; empty for a whole one."""
+    """How a model's weights are quantised: as it was rounded, or as its config says; empty for a whole one."""
+    rounded = getattr(model, ROUNDED, "")
+    if rounded:
+        return str(rounded)
     config = getattr(model.config, "quantization_config", None)
     if config is None:
         return ""
@@ -96,7 +108,7 @@ def main_device(model: Any) -> torch.device:
     """Where rows, caches and heads of a model are: the first device of its map, or that of its weights."""
     placed = getattr(model, "hf_device_map", None)
     if not placed:
-        device: torch.device = model.get_output_embeddings().weight.device
+        device: torch.device = model.get_input_embeddings().weight.device
         return device
     return torch.device(next((device for device in placed.values() if device not in ("cpu", "disk")), "cpu"))
 

@@ -11,11 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from infer.cache import SlotCache
+
+if TYPE_CHECKING:
+    from infer.kernels.paths import RowPaths
 
 PACKED_ROWS = "packed_rows"
 """Name of the forward keyword argument under which the metadata reaches the attention function."""
@@ -116,14 +121,25 @@ def check_room(groups: Sequence[RowGroup], cache: SlotCache) -> None:
             )
 
 
-class PackedRows:
-    """Metadata of one forward over `groups`, at most one a slot."""
+def _positions(group: RowGroup) -> Sequence[int]:
+    """The position of each row of a group."""
+    if group.depths is None:
+        return range(group.prefix, group.prefix + len(group.tokens))
+    return [group.prefix + depth for depth in group.depths]
 
-    def __init__(self, groups: Sequence[RowGroup], cache: SlotCache) -> None:
+
+class PackedRows:
+    """Metadata of one forward over `groups`, at most one a slot.
+
+    use_kernel: whether attention runs on headstart's kernel (`infer.kernels.paths`), which must have one for the cache.
+    """
+
+    def __init__(self, groups: Sequence[RowGroup], cache: SlotCache, *, use_kernel: bool = False) -> None:
         device = cache.keys.device
         check_room(groups, cache)
         self.groups = list(groups)
         self.cache = cache
+        self.use_kernel = use_kernel
         self.first_slot = min(group.slot for group in groups)
         self.last_slot = max(group.slot for group in groups)
         self.length = max(group.num_columns for group in groups)
@@ -131,42 +147,55 @@ class PackedRows:
         self.num_slots = self.last_slot - self.first_slot + 1
         self.rows_per_slot = max(len(group.tokens) for group in groups)
 
-        tokens: list[int] = []
-        positions: list[np.ndarray] = []
-        columns: list[np.ndarray] = []
-        padded: list[np.ndarray] = []
-        for group in groups:
-            num_rows = len(group.tokens)
-            run = np.arange(num_rows)
-            tokens.extend(group.tokens)
-            positions.append(group.prefix + (run if group.depths is None else np.asarray(group.depths)))
-            columns.append(group.slot * cache.num_columns + group.prefix + group.offset + run)
-            padded.append((group.slot - self.first_slot) * self.rows_per_slot + run)
+        tokens = [token for group in groups for token in group.tokens]
+        positions = [position for group in groups for position in _positions(group)]
         self.token_ids = torch.tensor(tokens, device=device)  # [R]
-        self.positions = torch.from_numpy(np.concatenate(positions)).to(device)  # [R]
-        self.columns = torch.from_numpy(np.concatenate(columns)).to(device)  # [R]
-        self._unpad: torch.Tensor | None = None
-        self._pad: torch.Tensor | None = None
-        if self.num_rows != self.num_slots * self.rows_per_slot or len(groups) > 1:
-            unpad = np.concatenate(padded)
-            if not np.array_equal(unpad, np.arange(self.num_slots * self.rows_per_slot)):
-                pad = np.zeros(self.num_slots * self.rows_per_slot, dtype=np.int64)
-                pad[unpad] = np.arange(self.num_rows)
-                self._pad = torch.from_numpy(pad).to(device)
-                self._unpad = torch.from_numpy(unpad).to(device)
+        self.positions = torch.tensor(positions, device=device)  # [R]
         self._biases: dict[tuple[int | None, torch.dtype, int], torch.Tensor | None] = {}
+
+    @cached_property
+    def paths(self) -> RowPaths:
+        """What each row sees, as the kernel reads it."""
+        from infer.kernels.paths import RowPaths
+
+        return RowPaths(self)
+
+    @cached_property
+    def columns(self) -> torch.Tensor:
+        """Where each row's keys and values go [R], over all slots."""
+        starts = [group.slot * self.cache.num_columns + group.prefix + group.offset for group in self.groups]
+        columns = [
+            start + row for start, group in zip(starts, self.groups, strict=True) for row in range(len(group.tokens))
+        ]
+        return torch.tensor(columns, device=self.token_ids.device)
+
+    @cached_property
+    def _padding(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """For each padded row the row that fills it [B * N], and each row's place among them [R]; None where nothing
+        is padded."""
+        size = self.num_slots * self.rows_per_slot
+        starts = [(group.slot - self.first_slot) * self.rows_per_slot for group in self.groups]
+        unpad = np.concatenate(
+            [start + np.arange(len(group.tokens)) for start, group in zip(starts, self.groups, strict=True)]
+        )
+        if np.array_equal(unpad, np.arange(size)):
+            return None
+        pad = np.zeros(size, dtype=np.int64)
+        pad[unpad] = np.arange(self.num_rows)
+        device = self.token_ids.device
+        return torch.from_numpy(pad).to(device), torch.from_numpy(unpad).to(device)
 
     def pad(self, rows: torch.Tensor) -> torch.Tensor:
         """[heads, R, D] -> [heads, B, N, D]; rows that pad a slot repeat row 0 and are dropped by `unpad`."""
         num_heads, _, size = rows.shape
-        if self._pad is not None:
-            rows = rows.index_select(1, self._pad)
+        if self._padding is not None:
+            rows = rows.index_select(1, self._padding[0])
         return rows.reshape(num_heads, self.num_slots, self.rows_per_slot, size)
 
     def unpad(self, rows: torch.Tensor) -> torch.Tensor:
         """[B, N, ...] -> [R, ...]."""
         flat = rows.reshape(self.num_slots * self.rows_per_slot, *rows.shape[2:])
-        return flat if self._unpad is None else flat.index_select(0, self._unpad)
+        return flat if self._padding is None else flat.index_select(0, self._padding[1])
 
     def bias(self, window: int | None, dtype: torch.dtype, repeats: int = 1) -> torch.Tensor | None:
         """What to add to attention scores: 0 where a row sees a column, -inf elsewhere; [B, 1, repeats * N, L].

@@ -332,9 +332,10 @@ def probs(scores: Tensor) -> Tensor:
 
 def pick(total: Tensor) -> int:
     """The token of the largest of `total` [V], the lowest on ties; SamplingError where none can be drawn."""
-    # argmax returns the first maximum and prefers NaN, so one look at the winner vouches for the whole row.
-    winner = total.argmax()
-    token, value = int(winner), float(total[winner])
+    # argmax returns the first maximum and prefers NaN, so one look at the winner vouches for the whole row. numpy's
+    # does the same, in a tenth of the time of torch's on a CPU.
+    token = int(total.numpy().argmax() if total.device.type == "cpu" else total.argmax())
+    value = float(total[token])
     if not math.isfinite(value):
         raise SamplingError(
             f"cannot draw a token: the largest of {total.shape[-1]} processed scores is {value} "

@@ -16,8 +16,9 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,18 +31,22 @@ from infer.cache import SlotCache
 from infer.chat import tokenizer_hash
 from infer.fingerprint import fingerprint_of, vocabulary_hash
 from infer.fixed import FixedRows, forwards
-from infer.fuse import FusedProjections
+from infer.fuse import WAYS, FusedModules, available_way
 from infer.grammar import Grammars
+from infer.kernels.paths import has_kernel
+from infer.machine import available_bytes
 from infer.placement import (
     DeviceMap,
     check_placement,
     check_tied,
+    is_rounded_here,
     loading_arguments,
     main_device,
     quantization_of,
     whole_weight,
 )
-from infer.rows import PACKED_ROWS, PackedRows, RowGroup, check_room
+from infer.quantize import round_in_place
+from infer.rows import PACKED_ROWS, PackedRows, RowGroup, check_room, tree_group
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -74,7 +79,7 @@ class RelativeTarget(UserWarning):
 class TargetModel:
     """A stock causal LM whose forward takes packed rows; made by `load` (a folder or name) or `wrap` (a model)."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, name: str) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, name: str, forward: str = "auto") -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
@@ -85,9 +90,8 @@ class TargetModel:
         self.layers = _decoder_layers(model, int(self.config.num_hidden_layers))
         self.num_layers = len(self.layers)
         self.hidden_size = int(self.config.hidden_size)
-        weight = model.get_output_embeddings().weight
-        self.vocab_size = int(weight.shape[0])
-        self.dtype: torch.dtype = weight.dtype
+        self.vocab_size = int(model.get_output_embeddings().out_features)
+        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self.device = main_device(model)
         self.quantization = quantization_of(model)
         self._is_placed = bool(getattr(model, "hf_device_map", None))
@@ -95,12 +99,15 @@ class TargetModel:
         self.eos_ids = _eos_ids(model, tokenizer)
         self.grammars = Grammars(tokenizer, vocab_size=self.vocab_size)
         self._keep_argument = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.fused = FusedProjections(model)
+        self.forward_kind = _chosen_way(model, forward)
+        self.fused = FusedModules(model, self.forward_kind)
+        self._attends_by_kernel = False
         self._fingerprint: str | None = None
         self._base_name = name
         self._base_fingerprint = ""
         self._fetched: dict[int, torch.Tensor] = {}
         self._key_value_shape = (0, 0, 0)
+        self._windows: Mapping[int, int | None] = {}
 
     @classmethod
     def load(
@@ -116,6 +123,7 @@ class TargetModel:
         device_map: DeviceMap | None = None,
         offload_folder: str | Path | None = None,
         takes_relatives: bool = False,
+        forward: str = "auto",
     ) -> TargetModel:
         """Load a target from a local folder or a Hub name.
 
@@ -123,15 +131,21 @@ class TargetModel:
         here and elsewhere takes bfloat16. `device`: a torch device, or auto for a GPU if there is one. `adapter`: a
         LoRA adapter's folder, or that of a head which was trained along with its target (`Adapter.of_head`); it is
         merged in. `quantization`, `device_map`, `offload_folder`: for what does not fit (`infer.placement`).
-        `takes_relatives`: heads of another version of this target (with its sizes and tokens) may draft for it. Raises
+        `takes_relatives`: heads of another version of this target (with its sizes and tokens) may draft for it.
+        `forward`: how modules are computed (`infer.fuse`), or auto for the fastest way that this machine has. Raises
         ValueError with the reason if the model cannot be decoded exactly.
         """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         if dtype != "auto" and dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is unknown: expected auto, {', '.join(DTYPES)}")
+        if forward not in ("auto", *WAYS):
+            raise ValueError(f"forward {forward!r} is unknown: expected auto, {', '.join(WAYS)}")
         check_placement(quantization, device_map, device)
-        is_placed = quantization is not None or device_map is not None
+        is_rounded = is_rounded_here(quantization, device)
+        if is_rounded and dtype == "float16":
+            raise ValueError("rounded weights multiply bfloat16 or float32 on a CPU, not float16: use dtype 'auto'")
+        is_placed = (quantization is not None and not is_rounded) or device_map is not None
         if is_placed and adapter is not None:
             raise ValueError(
                 "an adapter cannot be merged into a target with quantization or a device_map: merge it into the "
@@ -149,7 +163,7 @@ class TargetModel:
         stored = getattr(config, "dtype", None)
 
         def read(as_dtype: torch.dtype) -> Any:
-            arguments = loading_arguments(quantization, device_map, device, as_dtype)
+            arguments = loading_arguments(None if is_rounded else quantization, device_map, device, as_dtype)
             model: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 config=config,
@@ -161,7 +175,7 @@ class TargetModel:
             )
             return model if arguments else model.to(device)
 
-        if dtype == "auto" and not is_placed and torch.device(device).type == "cpu":
+        if dtype == "auto" and not is_placed and not is_rounded and torch.device(device).type == "cpu":
             # Each is read anew: casting a loaded model would round its weights and its rotary frequencies, and it
             # would no longer be the target that its dtype's name stands for.
             model = min(map(read, (torch.float32, torch.bfloat16)), key=_forward_seconds)
@@ -174,10 +188,16 @@ class TargetModel:
         if adapter is not None:
             base_fingerprint = adapter.base_fingerprint or fingerprint_of(model, tokenizer)
             adapter.apply(model, tokenizer, name=name, read=read, stored=stored)
-        target = cls.wrap(model, tokenizer, name=name if adapter is None else _adapted_name(name, adapter))
+        name_now = name if adapter is None else _adapted_name(name, adapter)
+        if is_rounded:
+            whole_fingerprint = fingerprint_of(model, tokenizer)
+            round_in_place(model, int(str(quantization).removeprefix("int")), name=name_now)
+        target = cls.wrap(model, tokenizer, name=name_now, forward=forward)
         target.takes_relatives = takes_relatives
         if adapter is not None:
             target._set_base(name, base_fingerprint, adapter)
+        if is_rounded and not target._base_fingerprint:
+            target._base_name, target._base_fingerprint = name_now, whole_fingerprint
         return target
 
     def _set_base(self, name: str, fingerprint: str, adapter: Adapter) -> None:
@@ -208,11 +228,17 @@ class TargetModel:
         return view
 
     @classmethod
-    def wrap(cls, model: Any, tokenizer: Any | None = None, *, name: str = "model") -> TargetModel:
-        """Adapt a stock model that is already in memory (its attention implementation is replaced)."""
+    def wrap(
+        cls, model: Any, tokenizer: Any | None = None, *, name: str = "model", forward: str = "auto"
+    ) -> TargetModel:
+        """Adapt a stock model that is already in memory (its attention implementation is replaced).
+
+        Change its weights later in place and under `torch.no_grad`: what is written through `.data`, or exchanged for
+        another parameter, is not seen by weights that were packed already.
+        """
         _refuse_unsupported(model.config)
         model.eval().requires_grad_(False)
-        target = cls(model, tokenizer, name=name)
+        target = cls(model, tokenizer, name=name, forward=forward)
         target._enter()
         target._prove()
         return target
@@ -235,7 +261,15 @@ class TargetModel:
         view.vocab_size = int(model.get_output_embeddings().out_features)
         view._fingerprint = None
         view._fetched = {}
+        view.__dict__.pop("is_row_invariant", None)
         return view
+
+    def compute_own_modules(self) -> None:
+        """Compute the modules that this view does not share in the target's way too."""
+        self.fused = FusedModules(self.model, self.forward_kind)
+        self.fused.enable()
+        if self._attends_by_kernel:
+            self.fused.add_layers(self.layers, self._windows)
 
     def twin(self, *, own_layers: bool) -> Any:
         """The stock model anew, with modules of its own, over this target's weights: none is copied, or (`own_layers`)
@@ -246,6 +280,12 @@ class TargetModel:
                 owned = {id(tensor) for layer in self.layers for tensor in (*layer.parameters(), *layer.buffers())}
                 shared = [tensor for tensor in shared if id(tensor) not in owned]
             return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+    def compute_by(self, fused: FusedModules) -> None:
+        """Exchange how the modules are computed; the present way is disabled already, the new one not yet enabled."""
+        self.fused, self.forward_kind = fused, fused.way
+        self._attends_by_kernel = self._attends_by_kernel and fused.way == "kernels"
+        self.__dict__.pop("is_row_invariant", None)
 
     def _enter(self) -> None:
         attention.register()
@@ -265,6 +305,37 @@ class TargetModel:
     def _uses_softcap(self) -> bool:
         return getattr(self.config, "attn_logit_softcapping", None) is not None
 
+    @cached_property
+    def is_row_invariant(self) -> bool:
+        """Whether a row's logits are the same, to the last bit, whatever else is in its forward: then plain decoding
+        and the verification of any tree agree in every dtype. It holds for models whose every operation runs on
+        headstart's kernels or treats elements one by one, and is tried out rather than trusted."""
+        return self._attends_by_kernel and not self._uses_softcap() and self._keeps_bits()
+
+    @torch.inference_mode()
+    def _keeps_bits(self) -> bool:
+        """Rows of a text alone, of a tree's branches and beside another request's, against the text in one forward."""
+        length = min(self.max_length, 96)
+        if length < 16:
+            return False
+        tokens = [(11 * i + 5) % min(self.vocab_size, 1000) for i in range(length)]
+        cache = self.new_cache(num_slots=2, num_columns=length)
+        expected = self.forward([RowGroup(slot=0, prefix=0, tokens=tokens)], cache).logits
+        start = length - 6
+        alone = [
+            self.forward([RowGroup(slot=0, prefix=start + i, tokens=[tokens[start + i]])], cache) for i in range(3)
+        ]
+        found = [output.logits[0] for output in alone]
+        # A branch of the text's own tokens, between others: nodes 1, 3 and 5 go on from the root.
+        branch = tree_group(
+            0, start, [tokens[start]], [1, tokens[start + 1], 2, tokens[start + 2], 3], [-1, -1, 0, 1, 2]
+        )
+        other = RowGroup(slot=1, prefix=0, tokens=tokens[: length // 2 + 1])
+        logits = self.forward([branch, other], cache).logits
+        found += [logits[0], logits[2], logits[4], *logits[6:]]
+        places = [start, start + 1, start + 2, start, start + 1, start + 2, *range(length // 2 + 1)]
+        return torch.equal(torch.stack(found), expected[places])
+
     @property
     def embedding_weight(self) -> torch.Tensor:
         """Input embeddings [V, H]."""
@@ -277,8 +348,8 @@ class TargetModel:
 
     def _whole_weight(self, module: nn.Module) -> torch.Tensor:
         """What heads read of the target is held on its device, also where the target's own is offloaded."""
-        weight = cast(torch.Tensor, module.weight)
-        if not weight.is_meta and weight.device == self.device:
+        weight = module._parameters.get("weight")
+        if weight is not None and not weight.is_meta and weight.device == self.device:
             return weight
         if id(module) not in self._fetched:
             self._fetched[id(module)] = whole_weight(module).to(self.device)
@@ -301,9 +372,16 @@ class TargetModel:
     @property
     def num_weight_bytes(self) -> int:
         """Bytes of weights that a one-token forward reads: all but input embeddings, which are looked up."""
-        looked_up, multiplied = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
+        looked_up = self.model.get_input_embeddings().weight
+        multiplied = self.model.get_output_embeddings()._parameters.get("weight")
         skip = set() if looked_up is multiplied else {id(looked_up)}
         return sum(p.nbytes for p in self.model.parameters() if id(p) not in skip)
+
+    @property
+    def tie_dtype(self) -> torch.dtype:
+        """The dtype whose rounding explains where forwards of different widths differ: its own, but for rounded
+        weights, whose inputs go to one side or the other by the last bit. (On kernels throughout nothing differs.)"""
+        return torch.bfloat16 if self.quantization and self.dtype == torch.float32 else self.dtype
 
     @property
     def fingerprint(self) -> str:
@@ -351,8 +429,9 @@ class TargetModel:
         is_relative = bool(self._base_fingerprint) and self._base_fingerprint in bases
         if card.target.fingerprint != self.fingerprint and (is_relative or self.takes_relatives):
             check_relative(card, self.reference)
+            own = described(self.reference)
             return (
-                f"the head was trained on {described(card.target)}, not on {self.name}: answers are {self.name}'s, but "
+                f"the head was trained on {described(card.target)}, not on {own}: answers are {own}'s, but "
                 "fewer drafts may be accepted (a LoRA adapter on the head, head.lora_rank, would bring them back)"
             )
         check_target(
@@ -396,7 +475,7 @@ class TargetModel:
         share them with.
         """
         if row_width is None:
-            return self._forward_rows(PackedRows(groups, cache), logit_rows, taps)
+            return self._forward_rows(self._packed(groups, cache), logit_rows, taps)
         check_room(groups, cache)
         outputs = []
         first_row = 0
@@ -411,6 +490,9 @@ class TargetModel:
             logits=torch.cat([output.logits for output in outputs]),
             taps=torch.cat([output.taps for output in outputs if output.taps is not None]) if taps else None,
         )
+
+    def _packed(self, groups: Sequence[RowGroup], cache: SlotCache) -> PackedRows:
+        return PackedRows(groups, cache, use_kernel=self._attends_by_kernel)
 
     def _forward_fixed(self, rows: FixedRows, logit_rows: Sequence[int], taps: Sequence[int]) -> TargetOutput:
         """One forward of fixed shape, LM head included, where any of its logits are wanted."""
@@ -465,7 +547,7 @@ class TargetModel:
     def _features(self, rows: Sequence[Sequence[int]], taps: Sequence[int]) -> list[Features]:
         cache = self.new_cache(num_slots=len(rows), num_columns=max(len(row) for row in rows))
         groups = [RowGroup(slot=slot, prefix=0, tokens=row) for slot, row in enumerate(rows)]
-        packed = PackedRows(groups, cache)
+        packed = self._packed(groups, cache)
         with self.tapped(taps) as states:
             output = self.decoder(
                 input_ids=packed.token_ids[None],
@@ -531,14 +613,19 @@ class TargetModel:
                 **{PACKED_ROWS: probe},
             )
             self._key_value_shape = probe.shape()
-            self._check_windows(probe.windows)
+            self._windows = probe.windows
+            self._check_windows(self._windows)
             cache = self.new_cache(num_slots=2, num_columns=len(tokens))
+            self._attends_by_kernel = self.forward_kind == "kernels" and has_kernel(cache, probe.num_query_heads)
+            if self._attends_by_kernel:
+                self.fused.add_layers(self.layers, self._windows)
             first = RowGroup(slot=1, prefix=0, tokens=tokens[:5])
             rest = RowGroup(slot=1, prefix=5, tokens=tokens[5:])
             logits = torch.cat([self.forward([first], cache).logits, self.forward([rest], cache).logits])
         error = (logits.float() - expected.float()).abs().max().item()
         scale = max(1.0, expected.float().abs().max().item())
-        if not error <= _SELF_CHECK_TOLERANCE[self.dtype] * scale:
+        tolerance = _SELF_CHECK_TOLERANCE[self.tie_dtype]
+        if not error <= tolerance * scale:
             raise ValueError(
                 f"{self.name} cannot be decoded exactly: its packed forward differs from the stock one by {error:.2g} "
                 f"(largest logit {scale:.2g}). Its attention does something that headstart does not implement."
@@ -571,6 +658,8 @@ class _ShapeProbe:
         self.first_slot = self.last_slot = self.length = 0
         self.num_slots = 1
         self.rows_per_slot = 0
+        self.num_query_heads = 0
+        self.use_kernel = False
         self._layer = -1
 
     def write(self, layer: int, columns: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -584,6 +673,7 @@ class _ShapeProbe:
         return self._last
 
     def pad(self, rows: torch.Tensor) -> torch.Tensor:
+        self.num_query_heads = len(rows)
         return rows[:, None]
 
     def unpad(self, rows: torch.Tensor) -> torch.Tensor:
@@ -602,6 +692,21 @@ class _ShapeProbe:
         if len(kinds) > 1:
             raise ValueError(f"layers with different key/value shapes are not supported: found {sorted(kinds)}")
         return kinds.pop()
+
+
+def _chosen_way(model: nn.Module, asked: str) -> str:
+    """How the model's modules are computed: as asked, if that can be, or the fastest way for which there is memory."""
+    available = available_way(model)
+    if asked != "auto":
+        if WAYS.index(asked) > WAYS.index(available):
+            raise ValueError(
+                f"forward {asked!r} cannot be had here, only {available!r}: kernels need a CPU with AVX512-BF16, a C++ "
+                "compiler and float32 or bfloat16 weights; packed needs oneDNN and such weights on a CPU"
+            )
+        return asked
+    room = available_bytes()
+    needed = sum(module.weight.nbytes for module in model.modules() if type(module) is nn.Linear)
+    return "eager" if room is not None and 2 * needed > room else available
 
 
 def _adapted_name(name: str, adapter: Adapter) -> str:

@@ -30,6 +30,7 @@ def exchanged(module: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Modul
         )
     twin = copy.copy(module)
     twin._modules = children  # a dict of its own: the copy above still shared the original's
+    twin.__dict__.pop("forward", None)  # a faster one (`infer.fuse`) computes with the original's children
     return twin
 
 

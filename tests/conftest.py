@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 import transformers
 
+from infer.machine import cache_folder
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 # One thread unless asked otherwise: on busy cores, OpenMP threads wait for each other at each small step.
@@ -19,9 +22,15 @@ torch.set_num_threads(int(os.environ.get("HEADSTART_TEST_THREADS", "1")))
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Cost tables of toy models, measured beside other tests, must not reach the user's cache folder."""
+    """Cost tables of toy models, measured beside other tests, must not reach the user's cache folder. Compiled kernels
+    are kept there, named by all that they were made from: making them takes longer than most tests."""
+    own, kernels = tmp_path_factory.mktemp("cache") / "headstart", cache_folder() / "headstart" / "kernels"
+    own.mkdir()
+    with contextlib.suppress(OSError):  # a folder that cannot be written to: then they are made anew
+        kernels.mkdir(parents=True, exist_ok=True)
+        (own / "kernels").symlink_to(kernels)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(own.parent))
         yield
 
 

@@ -234,6 +234,6 @@ def test_wheel_contents(tmp_path: Path, repository: Path) -> None:
         str(path.relative_to(repository))
         for package in PACKAGES
         for path in (repository / package).rglob("*")
-        if path.is_file() and path.suffix in (".py", ".yaml", ".jsonl")
+        if path.is_file() and path.suffix in (".py", ".yaml", ".jsonl", ".cpp", ".h")
     }
     assert shipped <= names, f"not in the wheel: {sorted(shipped - names)}"

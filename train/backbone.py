@@ -142,10 +142,10 @@ class AdaptedBackbone:
                 target.twin(own_layers=True), target.tokenizer, name=f"{target.name} {ADAPTED}"
             )
         if step != self._served_step:
-            for layer, (down, up) in self._factors().items():
-                base = adapted_layer(self._target.model, layer).weight.data
-                merged = merged_weight(base, down, up, self._scale)
-                adapted_layer(self._served.model, layer).weight.data.copy_(merged)
+            with torch.no_grad():  # not through .data, which hides the change from weights that were packed
+                for layer, (down, up) in self._factors().items():
+                    base = adapted_layer(self._target.model, layer).weight
+                    adapted_layer(self._served.model, layer).weight.copy_(merged_weight(base, down, up, self._scale))
             self._served = self._served.view(self._served.model)  # the same, but for what it remembered of its weights
             self._served_step = step
         return self._served

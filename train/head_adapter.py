@@ -95,7 +95,8 @@ class HeadAdapter:
         """The head as it is now, an ordinary one with weights of its own. One object, renewed at each call."""
         for name, (down, up) in self._factors().items():
             merged = merged_weight(self._base_weights[name], down, up, self.alpha / self.rank)
-            linear_layer(self._merged, name).weight.data.copy_(merged)
+            with torch.no_grad():  # not through .data, which hides the change from weights that were packed
+                linear_layer(self._merged, name).weight.copy_(merged)
         return self._merged
 
     def facts(self) -> dict[str, Any]:

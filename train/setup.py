@@ -114,7 +114,11 @@ def compute_dtype(config: RunConfig, target: TrainingTarget) -> torch.dtype:
 def make_head(config: RunConfig, target: TrainingTarget, data: TrainingData) -> DraftHead:
     """A head that was never trained, or the one that `head.init_from` names."""
     if config.head.init_from is not None:
-        return _warm_start(config, target, config.head.init_from)
+        head = _warm_start(config, target, config.head.init_from)
+        if config.head.init_vocab == "kept":
+            return head
+        vocabulary = make_vocabulary(config.head.draft_vocab_size, target, data)
+        return with_vocabulary(head, vocabulary, target.lm_head_weight)
     vocabulary = make_vocabulary(config.head.draft_vocab_size, target, data)
     family = FAMILIES[config.head.type]
     head_config = family.config.for_target(
@@ -135,6 +139,25 @@ def make_head(config: RunConfig, target: TrainingTarget, data: TrainingData) -> 
                 lm_head_weight=target.lm_head_weight,
             )
     return head
+
+
+def with_vocabulary(head: DraftHead, vocabulary: DraftVocabulary, target_rows: torch.Tensor) -> DraftHead:
+    """The same head with another draft vocabulary: its LM heads' rows of tokens that it had, and for others those of
+    the target's LM head `target_rows` [V, H]."""
+    new = type(head)(replace(head.config, draft_vocab_size=len(vocabulary)), vocabulary)
+    places = {token: place for place, token in enumerate(head.vocabulary.target_ids.tolist())}
+    had = [(row, places[token]) for row, token in enumerate(vocabulary.target_ids.tolist()) if token in places]
+    rows, old_rows = (torch.tensor(side) for side in zip(*had, strict=True))
+    weights = dict(head.named_parameters())
+    with torch.no_grad():
+        for name, weight in new.named_parameters():
+            if "lm_head" not in name:  # all families call theirs so
+                weight.copy_(weights[name])
+                continue
+            if weight.shape[1:] == target_rows.shape[1:]:
+                weight.copy_(target_rows[vocabulary.target_ids.to(target_rows.device)])
+            weight[rows] = weights[name][old_rows].to(weight.dtype)
+    return new
 
 
 def family_settings(settings: HeadSettings) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed
 from torch import nn
 
-from infer.fuse import FusedProjections
+from infer.fuse import FusedModules
 from infer.target import TargetModel
 from train.world import World
 
@@ -145,13 +145,14 @@ def shard_target(
     _check_same(target, world)
     target.device = target.device if device is None else torch.device(device)
     target.fused.disable()
-    target.fused = fused = _FusedLayers()
+    fused = _FusedLayers()
+    target.compute_by(fused)
     owners = Counter(id(weight) for layer in target.layers for weight in layer.parameters())
     group = torch.distributed.new_group()
     shards = []
     for layer in target.layers:
         layer.to(target.device)
-        fused.layers.append(FusedProjections(layer))
+        fused.layers.append(FusedModules(layer))
         own = [weight for weight in layer.parameters() if owners[id(weight)] == 1]
         held = [weights for weights in _by_own_storage(own).values() if _storage(weights).nbytes() > keep_below]
         shards.append(ShardedLayer(layer, held, world, group))
@@ -193,11 +194,13 @@ def _check_same(target: TargetModel, world: World) -> None:
         )
 
 
-class _FusedLayers(FusedProjections):
+class _FusedLayers(FusedModules):
     """Projections that were fused layer by layer, so that no more than a layer of them is ever there twice."""
 
+    way = "eager"  # weights that come and go have no second copy
+
     def __init__(self) -> None:
-        self.layers: list[FusedProjections] = []
+        self.layers: list[FusedModules] = []
 
     def enable(self) -> None:
         for layer in self.layers:

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     for line in first_prompt(target, prompts, raw=args.raw):
         common.note(line)
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    engine = common.build_engine(args, target, max_requests=1, max_length=longest + args.max_tokens)
+    engine = common.build_engine(args, target, max_requests=1, max_length=longest + args.max_tokens, drafts=True)
     num_runs = len(prompts) * len(args.temperature) * len(args.methods) * args.repeats
     with tqdm(total=num_runs, unit=" runs", disable=None) as bar:
         report = benchmark(

@@ -9,14 +9,18 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heads.checkpoint import CARD_FILE, present_folder, read_card
+import torch
+
+from heads.checkpoint import CARD_FILE, described, present_folder, read_card
 from infer.chat import token_id_list
 from infer.drafters.base import TreeSettings
+from infer.drafters.spec import NO_DRAFT
 from infer.exactness import EXACTNESS, choose_rule
+from infer.fuse import WAYS
 from infer.machine import NOISY_LOAD, dtype_name, load_average
 from infer.placement import MAPS, QUANTIZATIONS
 from infer.prompts import EvaluationPrompt, load_prompts
@@ -28,7 +32,9 @@ if TYPE_CHECKING:
 
     from infer.engine import Engine
     from infer.target import TargetModel
+    from infer.tune.settings import TunedSetting
 
+AUTO = "auto"
 HEAD_HELP = "an augmented model's folder, a drafter (see `headstart drafters`), or 'none'"
 
 
@@ -65,16 +71,31 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
         "answers stay the target's",
     )
     group.add_argument(
-        "--quantization", choices=QUANTIZATIONS, help="load the target in int8 or int4 (bitsandbytes, needs a GPU)"
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="round the target to int8 or int4 (on a GPU by bitsandbytes): another target, smaller and faster",
     )
     group.add_argument("--device-map", choices=MAPS, help="spread a target over devices, memory and disk (accelerate)")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    group.add_argument(
+        "--threads",
+        type=thread_count,
+        metavar="N",
+        help="CPU threads, or auto to measure which number is fastest here (default: torch's, one a core)",
+    )
+    group.add_argument(
+        "--forward",
+        default="auto",
+        choices=("auto", *WAYS),
+        help="how the target is computed on a CPU: torch's operations (eager), weights laid out for them (packed), or "
+        "headstart's kernels; auto takes the fastest that this machine has",
+    )
     return group
 
 
 def add_tree_arguments(parser: argparse.ArgumentParser) -> None:
-    """Bounds of the draft trees, and how they are verified. Bounds that are not given come from the head's card, or are
-    the default."""
+    """Bounds of the draft trees, and how they are verified. Bounds that are not given come from `headstart tune`, else
+    from the head's card, or are the default."""
     group = parser.add_argument_group("draft tree")
     group.add_argument("--nodes", type=int, metavar="N", help="most draft tokens verified in a round")
     group.add_argument("--depth", type=int, metavar="D", help="longest draft path")
@@ -315,8 +336,18 @@ def load_target(args: argparse.Namespace) -> TargetModel:
 
     source, adapter = resolve_target(args.head, args.target), adapter_of(args.head)
     quiet_loading()
+    if isinstance(args.threads, int):
+        torch.set_num_threads(args.threads)
     target = TargetModel.load(source, dtype=args.dtype, device=args.device, **loading_arguments(args))
-    note(f"target {target.name}, {dtype_name(target.dtype)} on {target.device}")
+    name = described(target.reference)
+    note(f"target {name}, {dtype_name(target.dtype)} on {target.device}, {target.forward_kind} forward")
+    if target.quantization:
+        note(
+            f"its weights take {target.num_weight_bytes / 1e6:.0f} MB: answers are those of {name}, not of the whole "
+            "target, and so are those of baselines (transformers runs the same rounded layers)"
+        )
+    if args.threads == AUTO:
+        note(_choose_threads(target))
     for notice in filter(None, map(target.relation, head_cards(args.head))):
         note(notice)
     warnings.filterwarnings("ignore", category=RelativeTarget)  # it was said above
@@ -326,6 +357,26 @@ def load_target(args: argparse.Namespace) -> TargetModel:
             "answers, and what they are compared with, are the adapted target's"
         )
     return target
+
+
+def thread_count(text: str) -> int | str:
+    """The type of --threads."""
+    if text == AUTO:
+        return text
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads: give 1 or more, or {AUTO}")
+    most = os.cpu_count() or 1
+    if int(text) > most:
+        raise argparse.ArgumentTypeError(f"{text} threads were asked for, but this machine has {most} processors")
+    return int(text)
+
+
+def _choose_threads(target: TargetModel) -> str:
+    from infer.threads import choose_threads
+
+    times = choose_threads(target)
+    measured = ", ".join(f"{count}: {milliseconds:.1f} ms" for count, milliseconds in times.items())
+    return f"threads {torch.get_num_threads()} ({measured or 'not on a CPU'})"
 
 
 def loading_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -343,6 +394,7 @@ def loading_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "quantization": args.quantization,
         "device_map": args.device_map,
         "takes_relatives": args.relative,
+        "forward": args.forward,
     }
 
 
@@ -361,24 +413,52 @@ def build_engine(
     max_requests: int,
     max_length: int | None = None,
     adaptive: bool | None = None,
+    drafts: bool = False,
 ) -> Engine:
-    """An engine over a loaded target, with the tree that arguments and card ask for. `head` overrides
-    HEAD."""
+    """An engine over a loaded target, with the tree that arguments, tuning and card ask for. `head` overrides HEAD.
+    `drafts`: draft also where tuning found that nothing pays, since drafts are what the command measures."""
     from infer.engine import load_engine
 
     head = args.head if head is None else head
     if max_requests < 1:
         raise ValueError(f"--batch must be at least 1, got {max_requests}")
+    tuned = tuned_setting(args, target, head, batch=max_requests)
+    saved = {**saved_settings(head), **({} if tuned is None else asdict(tuned.tree))}
+    tree = tree_settings(args, saved, adaptive=adaptive)
+    rule, hybrid = args.rule, None
+    if tuned is not None:
+        rule = tuned.engine_rule
+        hybrid = tuned.hybrid if args.chain is None else None
+        asked = (args.nodes, args.depth, args.chain) != (None, None, None)
+        head = head if tuned.speculate or asked or drafts else NO_DRAFT
     return load_engine(
         head,
         target,
         max_requests=max_requests,
         max_length=max_length,
         exactness=args.exactness,
-        rule=args.rule,
+        rule=rule,
         row_width=args.row_width,
-        tree=tree_settings(args, saved_settings(head), adaptive=adaptive),
+        tree=tree,
+        hybrid=hybrid,
     )
+
+
+def tuned_setting(args: argparse.Namespace, target: TargetModel, head: str, *, batch: int) -> TunedSetting | None:
+    """What `headstart tune` found for the arguments' workload on this machine; says on stderr what it is. None beside a
+    rule of the user's own, which it may not suit."""
+    from infer.tune.settings import Workload, tuned_for
+
+    if args.rule is not None:
+        return None
+    temperature = getattr(args, "temperature", 0.0)
+    if isinstance(temperature, list):
+        temperature = temperature[0]
+    workload = Workload(batch=batch, temperature=temperature)
+    tuned, line = tuned_for(head, target, workload, exactness=args.exactness)
+    if line:
+        note(line)
+    return tuned
 
 
 def saved_settings(head: str) -> Mapping[str, Any]:

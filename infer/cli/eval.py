@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     chats = common.read_chats(args)
     target = common.load_target(args)
     prompts = render_prompts(target.tokenizer, chats, raw=args.raw)
-    engine = common.build_engine(args, target, max_requests=args.batch, adaptive=False)
+    engine = common.build_engine(args, target, max_requests=args.batch, adaptive=False, drafts=True)
     with tqdm(unit=" tokens", disable=None) as bar:
         report = evaluate(
             engine,

@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
         _Prompt(token_ids=render_prompt(target.tokenizer, messages, raw=args.raw), domain=domain)
         for domain, messages in chats
     ]
-    engine = common.build_engine(args, target, head="none" if args.no_draft else None, max_requests=args.batch * args.n)
+    num_requests = min(args.batch, len(prompts)) * args.n
+    engine = common.build_engine(args, target, head="none" if args.no_draft else None, max_requests=num_requests)
     if engine.drafter is not None and engine.tree.adaptive:
         _ = engine.cost  # measured once a machine: not to be counted as this answer's time
     start = time.perf_counter()

@@ -67,10 +67,20 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftLimit:
-    """What a request can still use: nodes beyond its cache slot or paths beyond its last token are of no use."""
+    """What a request can still use: nodes beyond its cache slot or paths beyond its last token are of no use.
+
+    trust: what values at each depth have been worth in this request (`infer.adaptation`; empty: what they say), for
+    drafters that ask whether a further step pays. The engine corrects the trees that it is given.
+    """
 
     max_nodes: int
     max_depth: int
+    trust: tuple[float, ...] = ()
+
+
+def at_depth(trust: Sequence[float], depth: int) -> float:
+    """What values at `depth` (from 1 on) are worth; deeper than was seen, what those at the last depth seen are."""
+    return trust[min(depth, len(trust)) - 1] if trust else 1.0
 
 
 @runtime_checkable

@@ -17,15 +17,15 @@ Shapes: C draft vocabulary, V target vocabulary, F frontier nodes of all request
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from infer.calibration import Calibration
 from infer.cost import CostModel
-from infer.drafters.base import DraftLimit, Room, TreeSettings
+from infer.drafters.base import DraftLimit, Room, TreeSettings, at_depth
 from infer.drafters.stepper import Frontier, Stepper
-from infer.growth import TreeBuilder, nodes_that_pay
+from infer.growth import TreeBuilder, next_depth_pays
 from infer.noise import gumbel, noise_key
 from infer.request import Request
 from infer.tree import ROOT, Coupled, DraftTree, GreedySet, OneHot, ProposalKind, Sampled
@@ -36,14 +36,12 @@ _DRAFT_DOMAIN = 0x6472616674000001
 _BEFORE_DRAWS = 1e3
 """Puts the fixed tokens of a greedy set before any drawn one: no log-probability and noise in float32 come near it."""
 
-# A depth is drafted if its best nodes, discounted by this for the step still to come, pay for the step.
-_NEXT_DEPTH_SHARE = 0.6
-_NEGLIGIBLE = 2e-3
+NEGLIGIBLE = 2e-3
 """Candidates less likely than this to be reached are not worth a place in any list."""
 
 
 @dataclass
-class _Growth:
+class Growth:
     """A tree under construction.
 
     index: the request's place in the round. num_drawn: children of each expanded node, before any is left out.
@@ -77,6 +75,14 @@ class _Growth:
             GreedySet: GreedySet(draft_probs=self.draft_probs),
         }
         return self.builder.build(kinds[self.kind])
+
+    def worths(self) -> list[float]:
+        """The nodes' values, with what values have been worth in this request."""
+        builder, trust = self.builder, self.limit.trust
+        if not trust or not len(builder):
+            return builder.values
+        shares = [at_depth(trust, depth) for depth in range(1, max(builder.depths) + 1)]
+        return [value * shares[depth - 1] for value, depth in zip(builder.values, builder.depths, strict=True)]
 
     def asked(self) -> Frontier:
         """The frontier as the stepper is asked about it."""
@@ -148,30 +154,30 @@ class TreeGrower:
             depth += 1
             self._add_candidates(growing, logits.float(), depth)
             growing = self._choose_frontiers(growing, depth)
-            if growing and self._tree.adaptive and not self._pays(growths, growing):
+            if growing and self._tree.adaptive and not self._pays(growths, depth):
                 break
         return [growth.build() for growth in growths]
 
     def close(self, request: Request) -> None:
         self.stepper.close(request)
 
-    def _start(self, index: int, request: Request, limit: DraftLimit) -> _Growth:
+    def _start(self, index: int, request: Request, limit: DraftLimit) -> Growth:
         kind = _proposal_kind(request)
         num_drawn = min(self._tree.branch, len(self._target_id_list))
         if kind in (Sampled, GreedySet):
             num_drawn = 1 if request.rule.needs_chain else min(num_drawn, max(1, limit.max_nodes))
         bounds = (limit.max_depth, self._tree.max_depth, self.stepper.max_depth)
         max_depth = min(bound for bound in bounds if bound is not None)
-        limit = DraftLimit(max_nodes=limit.max_nodes, max_depth=max_depth)
-        return _Growth(request=request, index=index, limit=limit, kind=kind, num_drawn=num_drawn)
+        limit = replace(limit, max_depth=max_depth)
+        return Growth(request=request, index=index, limit=limit, kind=kind, num_drawn=num_drawn)
 
-    def _add_candidates(self, growing: Sequence[_Growth], logits: torch.Tensor, depth: int) -> None:
+    def _add_candidates(self, growing: Sequence[Growth], logits: torch.Tensor, depth: int) -> None:
         """Children, at `depth`, of every frontier node, from the nodes' `logits` [F, C], request by request."""
         _number_rows(growing)
         assert len(logits) == growing[-1].row_slice.stop, f"{len(logits)} rows of logits"
         candidates = [self._candidates(growth, logits[growth.row_slice], depth) for growth in growing]
-        scores = torch.cat([one.scores for one in candidates])  # [F, C]
-        shares = torch.cat([one.shares for one in candidates])
+        scores = _stacked([one.scores for one in candidates])  # [F, C]
+        shares = _stacked([one.shares for one in candidates])
         places = scores.topk(max(growth.num_drawn for growth in growing), dim=-1).indices  # [F, most children]
         shares = shares.gather(-1, places)
         for growth in growing:
@@ -183,7 +189,7 @@ class TreeGrower:
             if one.draft_probs is not None:
                 growth.draft_probs.update(zip(growth.frontier, one.draft_probs, strict=True))
 
-    def _calibrate(self, growth: _Growth, shares: torch.Tensor, depth: int) -> None:
+    def _calibrate(self, growth: Growth, shares: torch.Tensor, depth: int) -> None:
         """Make probabilities of a request's `shares` [f, most children], best first, in place."""
         if self.calibration is None or not growth.may_prune:
             return
@@ -191,15 +197,16 @@ class TreeGrower:
         if share_map is not None:
             shares.copy_(share_map(shares, torch.arange(shares.shape[1], device=self._device), depth))
 
-    def _add_children(self, growth: _Growth, node: int, places: Sequence[int], shares: Sequence[float]) -> None:
-        reach = growth.builder.value(node)
-        least = _NEGLIGIBLE if self._tree.adaptive else 0.0
+    def _add_children(self, growth: Growth, node: int, places: Sequence[int], shares: Sequence[float]) -> None:
+        builder, may_prune = growth.builder, growth.may_prune
+        reach = builder.value(node)
+        least = NEGLIGIBLE if self._tree.adaptive else 0.0
         for place, share in zip(places[: growth.num_drawn], shares[: growth.num_drawn], strict=True):
             # A token of no probability has not been drawn: the draws ended before it, with the distribution's support.
-            if reach * share > least if growth.may_prune else share > 0:
-                growth.builder.add(node, self._target_id_list[place], reach * share)
+            if reach * share > least if may_prune else share > 0:
+                builder.add(node, self._target_id_list[place], reach * share)
 
-    def _candidates(self, growth: _Growth, logits: torch.Tensor, depth: int) -> _Candidates:
+    def _candidates(self, growth: Growth, logits: torch.Tensor, depth: int) -> _Candidates:
         """How the next tokens of a request's frontier nodes rank, from draft logits [f, C]."""
         request = growth.request
         if growth.kind is OneHot:
@@ -220,7 +227,7 @@ class TreeGrower:
             scores.scatter_(-1, fixed, log_probs.gather(-1, fixed) + _BEFORE_DRAWS)
         return _Candidates(scores=scores, shares=draft_probs, draft_probs=self._full_size(draft_probs))
 
-    def _fresh_noise(self, growth: _Growth) -> torch.Tensor:
+    def _fresh_noise(self, growth: Growth) -> torch.Tensor:
         """Gumbel noise [f, C] that nothing else sees: ranked by it and log q, tokens are draws without replacement."""
         request = growth.request
         round_index = len(request.accepted_lengths)
@@ -232,12 +239,11 @@ class TreeGrower:
         full = torch.zeros((len(draft_probs), self.stepper.vocab_size), device=self._device)
         return full.index_copy_(1, self._target_ids, draft_probs)
 
-    def _choose_frontiers(self, growing: Sequence[_Growth], depth: int) -> list[_Growth]:
+    def _choose_frontiers(self, growing: Sequence[Growth], depth: int) -> list[Growth]:
         """Pick the nodes at `depth` to expand, and return the requests that have any."""
         for growth in growing:
             builder = growth.builder
-            newest = [node for node in range(growth.num_seen, len(builder)) if builder.parents[node] in growth.rows]
-            newest.sort(key=lambda node: (-builder.values[node], node))
+            newest = sorted(range(growth.num_seen, len(builder)), key=builder.values.__getitem__, reverse=True)
             num_expanded = self._tree.beam
             if not growth.may_prune:  # every child drawn is kept, so none may be drawn beyond the budget
                 num_expanded = min(num_expanded, (growth.limit.max_nodes - len(builder)) // growth.num_drawn)
@@ -245,18 +251,17 @@ class TreeGrower:
             growth.num_seen = len(builder)
         return [growth for growth in growing if growth.frontier]
 
-    def _pays(self, growths: Sequence[_Growth], growing: Sequence[_Growth]) -> bool:
-        """Whether the tokens that another draft step may add outweigh what the round makes in the same time."""
-        values = sorted((value for growth in growths for value in growth.builder.values), reverse=True)
-        _, best_rate = nodes_that_pay(
-            values[: sum(growth.limit.max_nodes for growth in growths)],
+    def _pays(self, growths: Sequence[Growth], depth: int) -> bool:
+        """Whether another draft step does, below nodes at `depth`."""
+        return next_depth_pays(
+            (node for growth in growths for node in zip(growth.worths(), growth.builder.depths, strict=True)),
             self._cost,
-            width=len(growths),
-            expected_tokens=len(growths),
+            depth=depth,
+            num_requests=len(growths),
+            max_nodes=sum(growth.limit.max_nodes for growth in growths),
             spent_milliseconds=self.spent_milliseconds,
+            step_milliseconds=self.stepper.step_milliseconds,
         )
-        reach = sum(growth.builder.values[node] for growth in growing for node in growth.frontier)
-        return _NEXT_DEPTH_SHARE * reach > best_rate * self.stepper.step_milliseconds
 
 
 def _proposal_kind(request: Request) -> KindType:
@@ -267,7 +272,12 @@ def _proposal_kind(request: Request) -> KindType:
     return next(kind for kind in (Coupled, Sampled, GreedySet, OneHot) if kind in request.rule.kinds)
 
 
-def _number_rows(growing: Sequence[_Growth]) -> None:
+def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The rows of all requests; of one alone, its own without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _number_rows(growing: Sequence[Growth]) -> None:
     """Tell every frontier node its row among the logits of all requests."""
     row = 0
     for growth in growing:

@@ -25,13 +25,14 @@ import torch
 from heads.base import DraftHead, PathHead, RecurrentHead
 from heads.layers import Attend
 from heads.registry import family_of_head
-from infer.attention import attend
 from infer.cache import SlotCache
 from infer.calibration import Calibration
 from infer.cost import median_milliseconds
 from infer.drafters.base import Room, TreeSettings
 from infer.drafters.growing import TreeGrower
+from infer.drafters.packed import RowsAttend, packed_view
 from infer.drafters.stepper import DraftRound, Frontier, Stepper
+from infer.kernels.paths import has_kernel
 from infer.request import Request
 from infer.rows import GrowingRows, PackedRows, RowGroup
 
@@ -57,6 +58,7 @@ class HeadStepper:
         self.step_milliseconds = 0.0
         self._dtype, self._device = head.dtype, head.device
         self._cache: SlotCache | None = None
+        self._attends_by_kernel = False
         self._branch = TreeSettings().branch
 
     @property
@@ -75,9 +77,9 @@ class HeadStepper:
         assert isinstance(memory, _Memory)
         return memory
 
-    def _new_cache(self, config: Any, room: Room, num_tree_columns: int) -> SlotCache:
+    def _make_cache(self, config: Any, room: Room, num_tree_columns: int) -> None:
         """For one layer with the sizes of `config`, a head's."""
-        return SlotCache(
+        self._cache = SlotCache(
             num_layers=1,
             num_heads=config.num_key_value_heads,
             key_size=config.head_dim,
@@ -87,6 +89,7 @@ class HeadStepper:
             dtype=self._dtype,
             device=self._device,
         )
+        self._attends_by_kernel = has_kernel(self._cache, config.num_attention_heads)
 
     def _take_pending(self, requests: Sequence[Request]) -> tuple[list[RowGroup], torch.Tensor]:
         """The rows of text that came since the last round, each state beside the token after it, and their taps.
@@ -106,19 +109,13 @@ class HeadStepper:
             groups.append(RowGroup(slot=request.slot, prefix=memory.num_rows, tokens=tokens))
             memory.num_rows += num_new
             memory.pending.clear()
-        return groups, torch.cat(taps).to(self._dtype)
+        return groups, (taps[0] if len(taps) == 1 else torch.cat(taps)).to(self._dtype)
 
     def _packed(self, groups: Sequence[RowGroup]) -> tuple[PackedRows, Attend]:
         """The rows of a forward, and the attention that lets them see the cache."""
         assert self._cache is not None
-        cache = self._cache
-        rows = PackedRows(groups, cache)
-
-        def attend_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            cache.write(0, rows.columns, key.transpose(0, 1), value.transpose(0, 1))
-            return attend(query.transpose(0, 1), 0, rows)
-
-        return rows, attend_rows
+        rows = PackedRows(groups, self._cache, use_kernel=self._attends_by_kernel)
+        return rows, RowsAttend(rows)
 
     def _milliseconds(self, logits: Callable[[], torch.Tensor]) -> float:
         """What `logits` costs on this machine, the choice of candidates included."""
@@ -136,11 +133,13 @@ class RecurrentStepper(HeadStepper):
 
     def __init__(self, head: RecurrentHead, *, name: str) -> None:
         super().__init__(head, name=name)
-        self.head = head
+        self.head = self._network = head
 
     def open(self, room: Room) -> None:
         self._branch = room.tree.branch
-        self._cache = self._new_cache(self.head.config, room, room.tree.max_depth * room.tree.beam)
+        if self._network is self.head:
+            self._network = packed_view(self.head)
+        self._make_cache(self.head.config, room, room.tree.max_depth * room.tree.beam)
         if room.tree.adaptive and not self.step_milliseconds:
             self.step_milliseconds = self.measure_step()
 
@@ -154,7 +153,7 @@ class RecurrentStepper(HeadStepper):
         context = min(context, cache.num_columns - width)
         group = RowGroup(slot=0, prefix=context, tokens=[int(self.target_ids[0])] * width)
         states = torch.zeros((width, self.head.config.hidden_size), dtype=self._dtype, device=self._device)
-        milliseconds = self._milliseconds(lambda: self.head.logits(self.forward([group], states)))
+        milliseconds = self._milliseconds(lambda: self.logits(self.forward([group], states), 0))
         cache.keys.zero_()
         cache.values.zero_()
         return milliseconds
@@ -172,17 +171,21 @@ class RecurrentStepper(HeadStepper):
     @torch.inference_mode()
     def next_logits(self, request: Request) -> torch.Tensor:
         """Draft logits [C] for the token after the last emitted one, from committed rows alone."""
-        return self.head.logits(self.read_committed([request]))[0]
+        return self.logits(self.read_committed([request]), 0)[0]
 
     def read_committed(self, requests: Sequence[Request]) -> torch.Tensor:
         """Run the head over states that came since the last round; returns each request's last new state [B, H]."""
         groups, taps = self._take_pending(requests)
-        return _last_rows(groups, self.forward(groups, self.head.fuse(taps)))
+        return _last_rows(groups, self.forward(groups, self._network.fuse(taps)))
 
     def forward(self, groups: Sequence[RowGroup], states: torch.Tensor) -> torch.Tensor:
         """One head forward over packed rows [R, H] -> [R, H]."""
         rows, attend_rows = self._packed(groups)
-        return cast(torch.Tensor, self.head(rows.token_ids, states, rows.positions, attend_rows))
+        return cast(torch.Tensor, self._network(rows.token_ids, states, rows.positions, attend_rows))
+
+    def logits(self, states: torch.Tensor, depth: int) -> torch.Tensor:
+        """Draft logits [F, C] of nodes at `depth`, from their states [F, H]."""
+        return self._network.logits(states, depth)
 
 
 class _RecurrentRound:
@@ -195,14 +198,14 @@ class _RecurrentRound:
 
     def logits(self, frontiers: Sequence[Frontier], depth: int) -> torch.Tensor:
         """Below the roots, the head runs on each node's token beside its parent's state."""
-        states = self._states[[row for frontier in frontiers for row in frontier.parent_rows]]
+        states = _rows_at(self._states, [row for frontier in frontiers for row in frontier.parent_rows])
         if depth > 0:
             groups = [
                 self._rows_of(each.request).add(each.nodes, each.parents, each.tokens, depth) for each in frontiers
             ]
             states = self._stepper.forward(groups, states)
         self._states = states
-        return self._stepper.head.logits(states, depth)
+        return self._stepper.logits(states, depth)
 
     def _rows_of(self, request: Request) -> GrowingRows:
         if request not in self._rows:
@@ -216,12 +219,14 @@ class PathStepper(HeadStepper):
 
     def __init__(self, head: PathHead, *, name: str) -> None:
         super().__init__(head, name=name)
-        self.head = head
+        self.head = self._network = head
 
     def open(self, room: Room) -> None:
         self._branch = room.tree.branch
+        if self._network is self.head:
+            self._network = packed_view(self.head)
         if self.head.has_prefix_layer:
-            self._cache = self._new_cache(self.head.config, room, 0)
+            self._make_cache(self.head.config, room, 0)
         if room.tree.adaptive and not self.step_milliseconds:
             self.step_milliseconds = self.measure_step()
 
@@ -246,13 +251,13 @@ class PathStepper(HeadStepper):
         groups, taps = self._take_pending(requests)
         if self.head.has_prefix_layer:
             rows, attend_rows = self._packed(groups)
-            return _last_rows(groups, self.head.roots(taps, rows.token_ids, rows.positions, attend_rows))
+            return _last_rows(groups, self._network.roots(taps, rows.token_ids, rows.positions, attend_rows))
         taps = _last_rows(groups, taps)
         tokens = torch.tensor([group.tokens[-1] for group in groups], device=self._device)
-        return self.head.roots(taps, tokens, torch.zeros_like(tokens), _no_attention)
+        return self._network.roots(taps, tokens, torch.zeros_like(tokens), _no_attention)
 
     def draft_logits(self, roots: torch.Tensor, path_tokens: torch.Tensor, depth: int) -> torch.Tensor:
-        return self.head.logits(self.head.draft(roots, path_tokens, depth), depth)
+        return self._network.logits(self._network.draft(roots, path_tokens, depth), depth)
 
 
 class _PathRound:
@@ -292,8 +297,14 @@ def make_stepper(head: DraftHead, *, name: str) -> Stepper:
 
 def _last_rows(groups: Sequence[RowGroup], rows: torch.Tensor) -> torch.Tensor:
     """The last row of each group."""
+    if len(groups) == 1:
+        return rows[-1:]
     ends = np.cumsum([len(group.tokens) for group in groups]) - 1
     return rows[torch.from_numpy(ends).to(rows.device)]
+
+
+def _rows_at(rows: torch.Tensor, places: list[int]) -> torch.Tensor:
+    return rows if places == list(range(len(rows))) else rows.index_select(0, torch.tensor(places, device=rows.device))
 
 
 def _extended(path: list[int], token: int) -> list[int]:

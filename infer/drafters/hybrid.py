@@ -20,6 +20,13 @@ from infer.tree import Coupled, DraftTree, OneHot
 from infer.verify import KindType
 
 
+def parts_of(drafter: Drafter | None) -> tuple[Drafter, ...]:
+    """The drafters that propose: those of a hybrid, the one that there is, or none."""
+    if isinstance(drafter, HybridDrafter):
+        return drafter.drafters
+    return () if drafter is None else (drafter,)
+
+
 class HybridDrafter:
     """The union of `drafters`, each of which must give its nodes values."""
 

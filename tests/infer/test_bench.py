@@ -1,12 +1,10 @@
-"""The benchmark's arithmetic, fairness and honesty, and the profile's floors. Nothing here asserts a wall
-time."""
+"""The benchmark's arithmetic, fairness and honesty. Nothing here asserts a wall time."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,12 +21,10 @@ from infer.bench import (
     run_engine,
     run_stock,
 )
-from infer.cost import cost_path
 from infer.drafters.base import TreeSettings
 from infer.drafters.ngram import NgramDrafter
 from infer.engine import Engine
 from infer.evaluate import EvalPrompt
-from infer.profile import measure_bandwidth, plot, profile, weight_matrices
 from infer.sampling import SamplingParams
 from infer.target import TargetModel
 
@@ -246,42 +242,3 @@ def test_stock_runs_leave_the_model_and_the_generator_alone(target: TargetModel)
     for lookup_tokens in (None, 4):
         stock = run_stock(target, PROMPTS[0].token_ids, greedy, lookup_tokens=lookup_tokens)
         assert stock.token_ids == plain.token_ids
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox", "gpt2"])
-def test_every_weight_matrix_is_multiplied_once(tiny_model: Callable[..., Any], kind: str) -> None:
-    """The matmul floor covers the bytes that a forward reads: all but norms, biases and looked-up
-    embeddings."""
-    target = TargetModel.wrap(tiny_model(kind))
-    matrices = weight_matrices(target.model)
-    vectors = sum(p.nbytes for p in target.model.parameters() if p.dim() == 1)
-    positions = sum(p.nbytes for name, p in target.model.named_parameters() if name.endswith("wpe.weight"))
-    assert sum(matrix.nbytes for matrix in matrices) == target.num_weight_bytes - vectors - positions
-    if kind == "llama":
-        assert len(matrices) == 3 * 4 + 1  # q/k/v and gate/up are one each
-
-
-def test_profile_of_a_tiny_model(target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report is complete and drawn; only a table over the standard widths becomes the machine's cost
-    table."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    report = profile(target, NgramDrafter(), widths=(1, 4), context=8, repeats=1, stream_bytes=1 << 16)
-    assert not cost_path(target).exists()
-    values = json.loads(json.dumps(report.to_dict()))
-    assert values["widths"] == [1, 4]
-    assert values["draft"] is None
-    for name in ("bandwidth_floor_milliseconds", "matmul_floor_milliseconds", "bandwidth_gigabytes_per_second"):
-        assert values[name] > 0
-    expected = values["weight_megabytes"] / values["bandwidth_gigabytes_per_second"]  # MB over GB/s is ms
-    assert values["bandwidth_floor_milliseconds"] == pytest.approx(expected)
-    pytest.importorskip("matplotlib")
-    plot(report, tmp_path / "plots" / "profile.png")
-    assert (tmp_path / "plots" / "profile.png").stat().st_size > 1000
-    profile(target, repeats=1, stream_bytes=1 << 16)
-    assert cost_path(target).is_file()
-
-
-def test_bandwidth_is_measured_in_the_models_dtype() -> None:
-    """Both dtypes give a figure, for any size that holds at least one row."""
-    for dtype in (torch.float32, torch.bfloat16):
-        assert measure_bandwidth(dtype, torch.device("cpu"), num_bytes=1, repeats=1) > 0

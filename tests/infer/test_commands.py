@@ -249,20 +249,41 @@ def test_bench_prints_what_it_asked_and_writes_its_schema(
 def test_profile_reports_target_and_head(
     folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both floors and the draft step are printed; the measured table is kept in the cache folder."""
+    """Floors, the draft step and the parts of rounds on the prompts given are printed; the measured table is kept in
+    the cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("infer.profile._MIN_STREAM_BYTES", 1 << 20)
-    monkeypatch.setattr("infer.profile._MAX_STREAM_BYTES", 1 << 20)
+    monkeypatch.setattr("infer.profile.floors._MIN_STREAM_BYTES", 1 << 20)
+    monkeypatch.setattr("infer.profile.floors._MAX_STREAM_BYTES", 1 << 20)
+    monkeypatch.setattr("infer.profile.floors._PRODUCT_SIZE", 64)
+    monkeypatch.setattr("infer.cost.load_average", lambda: 0.0)
     path = tmp_path / "profile.json"
     command = ["profile", str(folders.head), "--target", str(folders.target), "--dtype", "float32", "--repeats", "1"]
-    assert headstart.main([*command, "--json", str(path)]) == 0
+    sizes = ["--prompts", str(folders.prompts), "--batch", "1", "2", "--context", "16", "--rounds", "3"]
+    assert headstart.main([*command, *sizes, "--no-adaptive", "--json", str(path)]) == 0
     values = json.loads(path.read_text())
     assert values["draft"]["step_milliseconds"] > 0
     assert values["draft"]["floor_milliseconds"] > 0
+    assert [each["batch"] for each in values["rounds"]] == [1, 2]
+    assert {each["width"] for each in values["rounds"]} <= {1 + 7, 2 * (1 + 7)}  # the trees that the card asks for
     assert list((tmp_path / "cache").rglob("*.json"))
     out = capsys.readouterr().out
-    assert "bandwidth floor" in out
-    assert "matmul floor" in out
+    for words in ("bandwidth floor", "matmul floor", "draft: tree building", "target forward", "verification"):
+        assert words in out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["--rounds", "-1"], "--rounds must be at least 0, got -1"),
+        (["--batch", "4", "0"], "--batch must be at least 1, got 0"),
+        (["--context", "-5"], "--context must be at least 0, got -5"),
+    ],
+)
+def test_a_profile_of_nothing_is_refused(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the target, which does not exist, is looked for."""
+    assert headstart.main(["profile", "none", "--target", "no-such-target", *options]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_generate_with_the_real_target(smollm2_path: Path, tmp_path: Path) -> None:

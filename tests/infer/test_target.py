@@ -255,17 +255,26 @@ def test_fingerprint_ignores_dtype_and_sees_weights(tiny_model):
     assert one.fingerprint == same.fingerprint != other.fingerprint
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_smollm2_packed_forward_equals_stock(dtype, smollm2_path):
-    """The real target: a prefill in pieces beside a neighbour equals the stock forward (float32 to rounding; in bf16
-    the stock forward itself moves by this much when its width changes)."""
-    target = TargetModel.load(smollm2_path, dtype=dtype)
-    tokens = target.tokenizer("The capital of France is Paris, and the capital of Italy is")["input_ids"]
-    cache = target.new_cache(num_slots=2, num_columns=64)
-    target.forward([RowGroup(slot=1, prefix=0, tokens=tokens[:5]), RowGroup(slot=0, prefix=0, tokens=tokens)], cache)
-    logits = target.forward([RowGroup(slot=1, prefix=5, tokens=tokens[5:])], cache).logits
-    tolerance = 1e-3 if dtype == "float32" else 0.7
-    torch.testing.assert_close(logits, stock_logits(target, tokens)[5:], atol=tolerance, rtol=0)
+def test_smollm2_packed_forward_equals_stock(smollm2_path):
+    """The real target: a prefill in pieces beside a neighbour equals the stock forward. In float32 to rounding; in
+    bfloat16 neither is right, so both are held against float32: ours may be off by as much as the stock one, give or
+    take a half (single logits of such a short text scatter)."""
+    text = "The capital of France is Paris, and the capital of Italy is Rome. The sea was calm that morning."
+    errors = {}
+    for dtype in ("float32", "bfloat16"):
+        target = TargetModel.load(smollm2_path, dtype=dtype)
+        tokens = target.tokenizer(text)["input_ids"]
+        cache = target.new_cache(num_slots=2, num_columns=64)
+        groups = [RowGroup(slot=1, prefix=0, tokens=tokens[:5]), RowGroup(slot=0, prefix=0, tokens=tokens)]
+        target.forward(groups, cache)
+        logits = target.forward([RowGroup(slot=1, prefix=5, tokens=tokens[5:])], cache).logits
+        stock = stock_logits(target, tokens)[5:]
+        if dtype == "float32":
+            torch.testing.assert_close(logits, stock, atol=1e-3, rtol=0)
+            right = stock
+        else:
+            errors = {"ours": (logits - right).square().mean(), "stock": (stock - right).square().mean()}
+    assert errors["ours"].sqrt() < 1.5 * errors["stock"].sqrt()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -380,14 +389,14 @@ def test_placements_that_cannot_be_are_refused(stored, settings, message):
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("build", [None, "12.8"])
-def test_quantization_without_a_gpu_is_one_clear_line(stored, monkeypatch, quantization, build):
+def test_quantization_on_a_gpu_that_is_not_there_is_one_clear_line(stored, monkeypatch, quantization, build):
     """What, why and what to do, before anything is read (pitfall: a cryptic error of a CPU build much later)."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", build)
     why = "a CPU build of torch is installed" if build is None else "no GPU is visible"
-    expected = rf"an {quantization} target goes through bitsandbytes.*{why}.*target.features"
+    expected = rf"an {quantization} target on a GPU goes through bitsandbytes.*{why}.*device 'cpu'"
     with pytest.raises(ValueError, match=expected):
-        TargetModel.load(stored / "tied", quantization=quantization)
+        TargetModel.load(stored / "tied", quantization=quantization, device="cuda")
 
 
 def test_quantization_says_what_is_missing_on_a_machine_with_a_gpu(stored, monkeypatch):
@@ -395,8 +404,6 @@ def test_quantization_says_what_is_missing_on_a_machine_with_a_gpu(stored, monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install bitsandbytes"):
         TargetModel.load(stored / "tied", quantization="int8", device="cuda")
-    with pytest.raises(ValueError, match="use device 'auto' or 'cuda', or leave it out"):
-        TargetModel.load(stored / "tied", quantization="int8", device="cpu")
     with pytest.raises(ValueError, match="pip install accelerate"):
         TargetModel.load(stored / "tied", device_map="auto")
 

@@ -140,6 +140,27 @@ def test_a_run_starts_from_a_saved_head(target: TargetModel, chats: Path, tmp_pa
 
 
 @every_variant
+def test_a_saved_head_may_be_given_another_vocabulary(
+    target: TargetModel, chats: Path, tmp_path: Path, variant: str
+) -> None:
+    """`head.init_vocab=data`: tokens that it had keep their rows, and everything but the LM heads its weights."""
+    run(recipe(chats, variant, train__steps=3, head__draft_vocab_size=262), tmp_path, target)
+    start = tmp_path / "tiny" / "last"
+    changes = {"head__init_from": str(start), "head__init_vocab": "data", "head__draft_vocab_size": 263}
+    run(recipe(chats, variant, name="second", train__steps=1, optim__lr=1e-12, **changes), tmp_path, target)
+    first, second = load_head(start)[0], load_head(tmp_path / "second" / "last")[0]
+    assert len(second.vocabulary) == second.config.draft_vocab_size == 263
+    had, has = (head.vocabulary.target_ids.tolist() for head in (first, second))
+    rows = [(has.index(token), had.index(token)) for token in had if token in has]
+    assert len(rows) > 200
+    for (name, one), (_, other) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        if "lm_head" in name:
+            new, old = (torch.tensor(side) for side in zip(*rows, strict=True))
+            one, other = one[old], other[new]
+        torch.testing.assert_close(other, one, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@every_variant
 def test_the_target_stays_what_and_where_it_is(target: TargetModel, chats: Path, tmp_path: Path, variant: str) -> None:
     """Bit for bit, without gradients, and in none of the files: all that is saved of a head is its own."""
     before = target_hash(target)
@@ -217,7 +238,7 @@ def test_simulated_rounds_are_those_of_the_decode_loop(
     text, from the training graph on the finished text, are those of the decode loop. A public head looked good in
     training and served at a tenth of it, because one carried state was normalised in one place and not in the other.
     """
-    monkeypatch.setattr("infer.drafters.growing._NEGLIGIBLE", 0.0)  # unlikely drafts are part of a chain all the same
+    monkeypatch.setattr("infer.drafters.growing.NEGLIGIBLE", 0.0)  # unlikely drafts are part of a chain all the same
     head = fitted_head(target, answers, variant)
     name, _ = VARIANTS[variant]
     save_head(tmp_path / "head", head, HeadCard(target=target.reference, family=name))

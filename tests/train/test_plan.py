@@ -249,7 +249,6 @@ def test_of_what_passes_the_largest_counts(target: TargetModel, data: Path) -> N
             ("a pass of the head", "a smaller optim.batch_size", "train.ttt_steps"),
         ),
         ({}, {"disk": GB}, ("disk: ", "train.keep_checkpoints=0", "head.draft_vocab_size")),
-        ({"target__quantization": "int8"}, {}, ("target.quantization is int8, which needs a GPU",)),
         ({"target__device": "cuda"}, {}, ("target.device is cuda, but there is no GPU here",)),
         ({"data__max_length": 200_000}, {}, ("data.max_length is 200000", "positions for 131072 tokens")),
         ({"head__taps": (1, 2, 40)}, {}, ("tap 40 does not exist: the target has 32 layers",)),

@@ -87,7 +87,7 @@ def test_simulated_rounds_are_those_of_the_decode_loop(
     """float32, so exactly: a head that looked good in training once served at a tenth of it, because one carried state
     was normalised in one place and not in the other.
     """
-    monkeypatch.setattr("infer.drafters.growing._NEGLIGIBLE", 0.0)  # unlikely drafts are part of a chain all the same
+    monkeypatch.setattr("infer.drafters.growing.NEGLIGIBLE", 0.0)  # unlikely drafts are part of a chain all the same
     prompts = [answer.prompt_token_ids for answer in answers]
     decoded = engine(target, head).generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True))
     lengths = set()

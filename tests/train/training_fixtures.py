@@ -30,11 +30,11 @@ class Stopped(BaseException):
     """Stands for a kill: nothing in the trainer may catch it."""
 
 
-def tiny_target(**overrides: Any) -> TargetModel:
+def tiny_target(*, forward: str = "auto", **overrides: Any) -> TargetModel:
     tokenizer = toy_tokenizer()
     model = make_tiny_model("llama", vocab_size=264, num_hidden_layers=NUM_LAYERS, **overrides)
     model.generation_config.eos_token_id = 3
-    return TargetModel.wrap(model, tokenizer, name="tiny")
+    return TargetModel.wrap(model, tokenizer, name="tiny", forward=forward)
 
 
 def write_chats(path: Path, *, count: int = 40, seed: int = 0) -> Path:

@@ -68,14 +68,14 @@ def answer_requests(args: argparse.Namespace, requests: Sequence[Conversation]) 
         raise ValueError(f"--limit is {args.limit}: nothing is left to answer")
     target = load_writing_target(args)
     max_length = min(longest_request(requests, target.tokenizer, config), args.max_length, target.max_length)
-    fixed = args.exactness == "bitwise"
+    row_width = None if target.is_row_invariant or args.exactness != "bitwise" else ROW_WIDTH
     regenerator = Regenerator(
         Engine(
             target,
             max_requests=args.batch,
             max_length=max_length,
             exactness=args.exactness,
-            row_width=ROW_WIDTH if fixed else None,
+            row_width=row_width,
         ),
         target.tokenizer,
         config,
@@ -86,7 +86,7 @@ def answer_requests(args: argparse.Namespace, requests: Sequence[Conversation]) 
             "max_length": max_length,
             "dtype": dtype_name(target.dtype),
             "exactness": args.exactness,
-            "row_width": ROW_WIDTH if fixed else None,
+            "row_width": row_width,
         },
         target_fingerprint=target.fingerprint,
         rows_per_chunk=4 * args.batch,

@@ -223,8 +223,6 @@ def _check_processes(plan: Plan, config: RunConfig) -> None:
             "target.sharded shares the target out among processes, and there is one: start several (--processes here), "
             "or leave it out"
         )
-    if config.target.quantization is not None and not plan.on_gpu:
-        plan.problems.append(f"target.quantization is {config.target.quantization}, which needs a GPU: set it to null")
     if config.target.device.startswith("cuda") and not plan.resources.gpus:
         plan.problems.append(
             f"target.device is {config.target.device}, but there is no GPU here: set it to auto or cpu"
@@ -272,7 +270,7 @@ def _check_place(plan: Plan, config: RunConfig, place: str, needed: int, free: i
 def _that_help(settings: Sequence[str], plan: Plan, config: RunConfig) -> list[str]:
     """Of the settings that make an item smaller, those that can here, and what to set them to."""
     advice = {
-        "target.quantization": "target.quantization=int4" if plan.on_gpu else None,
+        "target.quantization": "target.quantization=int4",
         "target.device_map": "target.device_map=auto" if plan.on_gpu else None,
         "target.sharded": "target.sharded=true" if plan.processes > 1 and config.deepspeed.stage is not None else None,
         "target.features": "target.features, made where the target fits (headstart features)",
