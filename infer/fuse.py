@@ -57,12 +57,11 @@ class FusedModules:
         self.way = way
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._products: dict[nn.Module, Forward] = {}
-        products: dict[nn.Module, Forward] = {}
         for projections in _sibling_projections(model):
             product = _fused(projections) if way == "eager" else pack_linear(*projections, kernels=way == "kernels")
             if product is not None:
                 siblings = _Siblings(projections, product)
-                products[projections[0]] = product
+                self._products[projections[0]] = product
                 self._forwards.append((projections[0], siblings.lead))
                 self._forwards += [(each, siblings.follow(each, i)) for i, each in enumerate(projections[1:])]
         if way == "eager":
@@ -71,12 +70,11 @@ class FusedModules:
         for linear in _plain_linears(model):
             product = None if linear in fused else pack_linear(linear, kernels=way == "kernels")
             if product is not None:
-                products[linear] = product
+                self._products[linear] = product
                 self._forwards.append((linear, product))
         if way == "kernels":
-            products.update({linear: linear.product for linear in _rounded_linears(model)})
-            self._products = products
-            self._forwards += _norms_and_gates(model, products)
+            self._products.update({linear: linear.product for linear in _rounded_linears(model)})
+            self._forwards += _norms_and_gates(model, self._products)
 
     def add_layers(self, layers: Sequence[nn.Module], windows: Mapping[int, int | None]) -> None:
         """Compute attention modules and whole decoder layers by kernel, those that have Llama's form. The model must
@@ -125,7 +123,6 @@ class FusedModules:
             epsilon=epsilon_of(norm),
             head_size=head_size,
             num_heads=project.sizes[0] // head_size,
-            num_kv_heads=project.sizes[1] // head_size,
             scaling=getattr(attention, "scaling", None),
             window=window,
         )

@@ -696,6 +696,8 @@ class _ShapeProbe:
 
 def _chosen_way(model: nn.Module, asked: str) -> str:
     """How the model's modules are computed: as asked, if that can be, or the fastest way for which there is memory."""
+    if asked == "eager":  # which needs no kernels, so none are looked for
+        return asked
     available = available_way(model)
     if asked != "auto":
         if WAYS.index(asked) > WAYS.index(available):

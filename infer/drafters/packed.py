@@ -110,7 +110,6 @@ def _block(twin: MidLayer | DecoderLayer) -> Block | None:
         norm=norm.weight,
         epsilon=norm.eps,
         num_heads=attention.num_query_heads,
-        num_kv_heads=attention.num_key_heads,
         head_size=attention.head_dim,
     )
 

@@ -10,7 +10,7 @@ Shapes: R rows, H hidden, Hq query heads, K key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,22 +50,17 @@ def attention_forward(
             attention_mask: torch.Tensor | None = None,
             **kwargs: Any,
         ) -> tuple[torch.Tensor, None]:
-            rows = kwargs.get(PACKED_ROWS)
-            if (
-                not isinstance(rows, PackedRows)
-                or not rows.use_kernel
-                or position_embeddings is None
-                or not fits_rotary(position_embeddings, hidden_states.dtype, head_size)
-            ):
+            asked = asked_of_kernel(kwargs, position_embeddings, hidden_states.dtype, head_size)
+            if asked is None:
                 return original(  # type: ignore[no-any-return]
                     hidden_states=hidden_states,
                     position_embeddings=position_embeddings,
                     attention_mask=attention_mask,
                     **kwargs,
                 )
+            rows, rotary = asked
             projected = project(hidden_states).view(-1, sum(head_counts), head_size).transpose(0, 1)
             query, key, value = projected.split(head_counts)
-            cosines, sines = position_embeddings
             attended = attend_paths(
                 query,
                 key,
@@ -74,7 +69,7 @@ def attention_forward(
                 rows,
                 scaling=scaling,
                 sliding_window=window,
-                rotary=(cosines[0], sines[0]),
+                rotary=rotary,
             )
             return output(attended.view(*hidden_states.shape[:-1], -1)), None
 
@@ -85,6 +80,19 @@ def attention_forward(
     return forward_with(project, output) if alike else None
 
 
-def fits_rotary(rotary: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype, head_size: int) -> bool:
-    """Whether kernels can read cosines and sines [..., D]: for all numbers of a head, in the states' own dtype."""
-    return all(each.dtype is dtype and each.shape[-1] == head_size for each in rotary)
+def asked_of_kernel(
+    kwargs: Mapping[str, Any],
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
+    dtype: torch.dtype,
+    head_size: int,
+) -> tuple[PackedRows, tuple[torch.Tensor, torch.Tensor]] | None:
+    """The rows of a stock module's call, and its cosines and sines [R, D]; None where kernels cannot answer it.
+
+    Kernels read those [1, R, D] for all numbers of a head, in the states' own dtype.
+    """
+    rows = kwargs.get(PACKED_ROWS)
+    if isinstance(rows, PackedRows) and rows.use_kernel and position_embeddings is not None:
+        cosines, sines = position_embeddings
+        if all(each.dtype is dtype and each.shape[-1] == head_size for each in position_embeddings):
+            return rows, (cosines[0], sines[0])
+    return None

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from infer.kernels.attention import fits_rotary
+from infer.kernels.attention import asked_of_kernel
 from infer.kernels.build import kernel as kernel_of
 from infer.kernels.paths import AttentionCall
 from infer.kernels.products import TiledWeight
 from infer.kernels.trial import adds_up
-from infer.rows import PACKED_ROWS, PackedRows
+from infer.rows import PackedRows
 
 
 class _Call(ctypes.Structure):
@@ -52,7 +52,6 @@ class DecoderKernel:
     norm: torch.Tensor
     epsilon: float
     num_heads: int
-    num_kv_heads: int
     head_size: int
     first_norm: torch.Tensor | None = None
     first_epsilon: float = 0.0
@@ -70,19 +69,14 @@ class DecoderKernel:
     ) -> torch.Tensor:
         """States [..., H] after the layer, from `residual` [..., H] and what attention reads: `inputs` [..., its size],
         or the residual, normed. `rotary`: cosines and sines [R, D]."""
-        residual, cosines, sines = residual.contiguous(), rotary[0].contiguous(), rotary[1].contiguous()
+        residual, rotary = residual.contiguous(), (rotary[0].contiguous(), rotary[1].contiguous())
         inputs = None if inputs is None else inputs.contiguous()
         project, output, gate_and_up, down = self.project(), self.output(), self.gate_and_up(), self.down()
         result = torch.empty_like(residual)
-        keys, values = rows.cache.keys[layer], rows.cache.values[layer]
-        call = _Call(attention=rows.paths.call(self.window))
-        attention = call.attention
-        attention.cosines, attention.sines = cosines.data_ptr(), sines.data_ptr()
-        attention.cached_keys, attention.cached_values = keys.data_ptr(), values.data_ptr()
-        attention.cache_head = keys.stride(0)
-        attention.query_heads, attention.key_heads = self.num_heads, self.num_kv_heads
-        attention.head_size = self.head_size
-        attention.scale = self.head_size**-0.5 if self.scaling is None else self.scaling
+        call = _Call()
+        call.attention = rows.paths.call(
+            layer, num_heads=self.num_heads, scaling=self.scaling, window=self.window, rotary=rotary
+        )
         call.inputs = None if inputs is None else inputs.data_ptr()
         call.residual, call.result = residual.data_ptr(), result.data_ptr()
         call.first_norm = None if self.first_norm is None else self.first_norm.data_ptr()
@@ -108,17 +102,10 @@ def layer_forward(module: nn.Module, kernel: DecoderKernel) -> Callable[..., tor
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        rows = kwargs.get(PACKED_ROWS)
-        if (
-            isinstance(rows, PackedRows)
-            and rows.use_kernel
-            and position_embeddings is not None
-            and fits_rotary(position_embeddings, dtype, kernel.head_size)
-            and hidden_states.dtype is dtype
-            and not torch.is_grad_enabled()
-        ):
-            cosines, sines = position_embeddings
-            return kernel(hidden_states, (cosines[0], sines[0]), rows, layer)
+        asked = asked_of_kernel(kwargs, position_embeddings, dtype, kernel.head_size)
+        if asked is not None and hidden_states.dtype is dtype and not torch.is_grad_enabled():
+            rows, rotary = asked
+            return kernel(hidden_states, rotary, rows, layer)
         return original(  # type: ignore[no-any-return]
             hidden_states, *args, position_embeddings=position_embeddings, **kwargs
         )

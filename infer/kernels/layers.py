@@ -1,7 +1,7 @@
 """Norms and gated MLPs of stock models on the kernels (`normalise` and `gate` in `cpu.cpp`).
 
-A module is taken for what it computes, not for its name: it must equal the kernel on random rows, else it stays as it
-is.
+A module is taken for what it computes, not for its name, else it stays as it is: a norm must equal the formula on
+random rows, an MLP do with stand-ins for its parts what the kernel does (`infer.kernels.trial`).
 
 Shapes: R rows, H hidden, I intermediate.
 """

@@ -64,29 +64,47 @@ class RowPaths:
     """Which columns each row of a forward sees, as the kernel reads it; made once for all layers."""
 
     def __init__(self, rows: PackedRows) -> None:
+        self._cache = cache = rows.cache
         self._groups = (_Group * len(rows.groups))()
         self._masks: list[np.ndarray] = []  # held while the kernel may read them
-        self._num_rows = rows.num_rows
         for group, place in zip(self._groups, rows.groups, strict=True):
-            group.base = place.slot * rows.cache.num_columns
+            group.base = place.slot * cache.num_columns
             group.prefix, group.offset, group.rows = place.prefix, place.offset, len(place.tokens)
             if place.ancestors is not None:
                 mask = np.ascontiguousarray(place.ancestors)
                 self._masks.append(mask)
                 group.mask, group.width = mask.ctypes.data, mask.shape[1]
-        self._calls: dict[int | None, AttentionCall] = {}
+        _, num_kv_heads, num_columns, head_size = cache.keys.shape
+        self._shared = AttentionCall(
+            groups=ctypes.addressof(self._groups),
+            num_groups=len(self._groups),
+            rows=rows.num_rows,
+            key_heads=num_kv_heads,
+            cache_head=num_columns * head_size,
+            head_size=head_size,
+            threads=torch.get_num_threads(),
+        )
 
-    def call(self, window: int | None) -> AttentionCall:
-        """The arguments that all layers of a kind share; the others are filled in by each."""
-        if window not in self._calls:
-            self._calls[window] = AttentionCall(
-                groups=ctypes.addressof(self._groups),
-                num_groups=len(self._groups),
-                rows=self._num_rows,
-                window=window or 0,
-                threads=torch.get_num_threads(),
-            )
-        return self._calls[window]
+    def call(
+        self,
+        layer: int,
+        *,
+        num_heads: int,
+        scaling: float | None,
+        window: int | None,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> AttentionCall:
+        """The arguments of one layer's attention, but for its queries, keys, values and output.
+
+        `rotary`: cosines and sines [R, D], contiguous, which the caller holds while the kernel may read them.
+        """
+        call = AttentionCall.from_buffer_copy(self._shared)
+        call.cached_keys, call.cached_values = self._cache.keys[layer].data_ptr(), self._cache.values[layer].data_ptr()
+        call.query_heads, call.window = num_heads, window or 0
+        call.scale = call.head_size**-0.5 if scaling is None else scaling
+        if rotary is not None:
+            call.cosines, call.sines = rotary[0].data_ptr(), rotary[1].data_ptr()
+        return call
 
 
 def attend_paths(
@@ -104,22 +122,16 @@ def attend_paths(
 
     `rotary`: cosines and sines [R, D] to turn queries and keys by (by halves, as Llama does), if they are not yet.
     """
-    paths = rows.paths
-    cosines, sines = (query, query) if rotary is None else (each.contiguous() for each in rotary)
+    rotary = None if rotary is None else (rotary[0].contiguous(), rotary[1].contiguous())
     query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
     num_heads, num_rows, head_size = query.shape
-    keys, values = rows.cache.keys[layer], rows.cache.values[layer]
     output = torch.empty((num_rows, num_heads, head_size), dtype=query.dtype)
-    call = paths.call(sliding_window)
+    call = rows.paths.call(layer, num_heads=num_heads, scaling=scaling, window=sliding_window, rotary=rotary)
     call.query, call.key, call.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    call.cosines, call.sines = (None, None) if rotary is None else (cosines.data_ptr(), sines.data_ptr())
-    call.cached_keys, call.cached_values, call.output = keys.data_ptr(), values.data_ptr(), output.data_ptr()
+    call.output = output.data_ptr()
     call.query_head, call.query_row, _ = query.stride()
     call.key_head, call.key_row, _ = key.stride()
     call.value_head, call.value_row, _ = value.stride()
-    call.cache_head = keys.stride(0)
-    call.query_heads, call.key_heads, call.head_size = num_heads, len(keys), head_size
-    call.scale = head_size**-0.5 if scaling is None else scaling
     refused = kernel("attend", query.dtype, ctypes.c_void_p, returns=ctypes.c_int)(ctypes.byref(call))
     assert not refused, "ask has_kernel first"
     return output
