@@ -136,7 +136,11 @@ class Adaptation:
         adaptive: bool,
     ) -> list[DraftTree]:
         """A tree for each request, cut to the size that pays. `cost`: of forwards at the round's batch and context."""
-        asked = [place for place, request in enumerate(requests) if not adaptive or not self._rests(request)]
+        asked = [
+            place
+            for place, request in enumerate(requests)
+            if request.draft.enabled and not (adaptive and self._rests(request))
+        ]
         trees = [DraftTree.empty()] * len(requests)
         self._spent, self._cost = 0.0, cost
         self._drafted = frozenset(requests[place] for place in asked)
@@ -162,7 +166,7 @@ class Adaptation:
         drafted = (self._spent + self._cost.target_milliseconds(num_rows)) / len(requests)
         plain = self._cost.target_milliseconds(len(requests)) / len(requests)
         for request, tree in zip(requests, trees, strict=True):
-            if request.finish_reason is None and _adapts(request):
+            if request.finish_reason is None and request.draft.enabled and _adapts(request):
                 self._learn(request, tree, drafted=drafted, plain=plain)
 
     def forget(self, request: Request) -> None:

@@ -63,6 +63,12 @@ class SlotCache:
         by_slot = rows.view(num_heads, self.num_slots, self.num_columns, size)
         return by_slot[:, first_slot : last_slot + 1].transpose(0, 1)
 
+    def copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the rows of the first `num_tokens` columns of slot `source` to those of slot `target`."""
+        first, last = source * self.num_columns, target * self.num_columns
+        for storage in (self.keys, self.values):
+            storage[:, :, last : last + num_tokens] = storage[:, :, first : first + num_tokens]
+
     def commit(self, slot: int, num_committed: int, columns: Sequence[int]) -> None:
         """Move the rows at `columns` of a slot, an accepted path in order, to the columns right after the committed.
 
@@ -79,30 +85,3 @@ class SlotCache:
         first = base + num_committed + num_in_place
         for storage in (self.keys, self.values):
             storage[:, :, first : first + len(moved)] = storage.index_select(2, sources)
-
-
-class SlotAllocator:
-    """Hands out slots, the lowest free one first, so that the slots in use stay close together."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._free = list(range(num_slots))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def next_free(self) -> int:
-        """The slot that `take` would hand out."""
-        assert self._free, "no slot is free: the caller admits a request only when one is"
-        return min(self._free)
-
-    def take(self) -> int:
-        slot = self.next_free
-        self._free.remove(slot)
-        return slot
-
-    def release(self, slot: int) -> None:
-        assert slot not in self._free, f"slot {slot} was released twice"
-        self._free.append(slot)

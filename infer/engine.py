@@ -1,34 +1,38 @@
 """The engine: prefill, then rounds of draft, verify and commit, over any number of requests at once.
 
-A request is in one of two states: waiting, or running in a cache slot. Every forward serves all running requests,
-each with its own tree. Tokens do not depend on the trees: under the match rule they equal plain decoding's for the
-same seed; under the rejection rules they follow the same law (`infer.exactness`).
+A request waits, or runs in a cache slot (`infer.scheduling`): first its prompt is prefilled, at once or in chunks
+between the others' rounds, then every round serves all requests that decode, each with its own tree. Tokens do not
+depend on the trees: under the match rule they equal plain decoding's for the same seed; under the rejection rules they
+follow the same law (`infer.exactness`).
 """
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from infer.adaptation import Adaptation
-from infer.cache import SlotAllocator, SlotCache
+from infer.cache import SlotCache
 from infer.chat import Message, encode_text, render_prompt, token_id_list
 from infer.cost import CostModel, cost_of
-from infer.drafters.base import Drafter, DraftLimit, Room, TreeSettings
+from infer.drafters.base import Drafter, DraftLimit, PrefixDrafter, Room, TreeSettings
 from infer.exactness import ANY_KIND, choose_rule
 from infer.fixed import CHUNK, checked_row_width
+from infer.governor import Governor
 from infer.noise import random_seed
-from infer.request import Completion, Request, RequestLaw
+from infer.request import Completion, DraftBounds, Request, RequestLaw, RequestRound
 from infer.rows import tree_group
 from infer.sampling import SamplingError, SamplingParams
+from infer.scheduling import Prefix, Sharing, SlotTable, WaitingLine, rows_of_a_chunk, share_rows
 from infer.target import TargetModel
 from infer.tree import DraftTree, OneHot
 from infer.verify import RULES, KeyedChance, Rule, Verdict, verify
@@ -37,9 +41,13 @@ if TYPE_CHECKING:
     from infer.tune.settings import Workload
 
 MAX_PREFILL_ROWS = 4096
+MOST_DRAFT_FAULTS = 3
+"""So many failures of a drafter in a row, and it is not asked again (where faults are isolated)."""
 
 Prompt = str | Sequence[Message] | Sequence[int]
 Observer = Callable[[Request, DraftTree, RequestLaw, Verdict], None]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +60,10 @@ class _Kept:
     dead_end: str | None
 
 
+_NOTHING = _Kept(path=(), tokens=(), dead_end=None)
+"""Of the rows of a prompt that has more."""
+
+
 class Engine:
     """Decodes prompts with `target`, sped up by `drafter` if there is one.
 
@@ -61,6 +73,8 @@ class Engine:
     (by default 16; any number where the target's rows do not depend on each other, `TargetModel.is_row_invariant`).
     tree: bounds of the draft trees. cost: the machine's cost table (measured, or read from the user's cache folder,
     when first needed). observer: called with every verified tree, before its tokens are emitted.
+
+    sharing: how requests of many callers share the engine.
     """
 
     def __init__(
@@ -76,6 +90,7 @@ class Engine:
         tree: TreeSettings | None = None,
         cost: CostModel | None = None,
         observer: Observer | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         if not isinstance(target, TargetModel):
             raise ValueError(
@@ -97,15 +112,27 @@ class Engine:
         self.row_width = checked_row_width(row_width, exactness, max_depth=self.tree.max_depth) if needs_width else None
         self.observer = observer
         self._cost = cost
-        self._waiting: deque[Request] = deque()
+        self.share(sharing or Sharing())
+        self.rounds: list[RequestRound] = []
+        """What the last step did for each request that emitted."""
+        self.num_prompt_rows = 0
+        """Rows of prompts that the last step computed."""
+        self._waiting = WaitingLine()
         self._running: list[Request] = []
         self._cache: SlotCache | None = None
-        self._slots = SlotAllocator(0)
+        self._slots = SlotTable(0)
+        self._num_draft_faults = 0
         self.adaptation = Adaptation()
         self.draft_seconds = 0.0
         self.verify_seconds = 0.0
         self.forward_seconds = 0.0
         self.commit_seconds = 0.0
+
+    def share(self, sharing: Sharing) -> None:
+        """From now on, serve as `sharing` says."""
+        self.sharing = sharing
+        self.governor = Governor() if sharing.follow_clock and self.drafter is not None else None
+        self._chunk: int | None = None
 
     @property
     def exactness(self) -> str:
@@ -190,40 +217,102 @@ class Engine:
             raise ValueError(
                 f"{len(prompts)} prompts were given {len(each)} sampling parameters: give one, or one each"
             )
-        token_ids = [self._encode(index, prompt) for index, prompt in enumerate(prompts)]
-        for index, (ids, one) in enumerate(zip(token_ids, each, strict=True)):
-            self._check(index, ids, one)
-        rules = [self._rule_for(index, one) for index, one in enumerate(each)]
         requests = [
             request
-            for ids, rule, one in zip(token_ids, rules, each, strict=True)
-            for request in self._create_samples(ids, rule, one)
+            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True))
+            for request in self.prepare(prompt, one, index=index)
         ]
+        self.enqueue(requests)
+        return requests
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        draft: DraftBounds | None = None,
+        owner: str = "",
+        tag: str = "",
+        index: int = 0,
+    ) -> list[Request]:
+        """The `n` requests of a prompt, checked, for `enqueue`. Touches nothing that runs, so other threads may call
+        it. `index` names the prompt in errors."""
+        token_ids = self._encode(index, prompt)
+        self._check(index, token_ids, params)
+        self._check_bounds(draft)
+        rule = self._rule_for(index, params)
+        return self._create_samples(token_ids, rule, params, draft=draft, owner=owner, tag=tag)
+
+    def enqueue(self, requests: Sequence[Request]) -> None:
+        """Let prepared requests wait for a slot; `step` answers them."""
         if requests:
             self._make_room(requests)
             self._waiting.extend(requests)
-        return requests
+
+    def reserve(self) -> None:
+        """Allocate all slots now, `max_requests` of `max_length` tokens each, so that nothing is left to fail later."""
+        if self.max_length is None:
+            raise ValueError("slots can be reserved where max_length says how long they are: build the engine with it")
+        if self._cache is None:
+            self._allocate(self.max_requests, self._columns_for(self.max_length))
+        if self.sharing.prefill_chunk is not None:
+            self._rows_of_a_chunk()
 
     def step(self) -> int:
-        """Prefill requests that found a slot, then one round over all that run; returns the tokens emitted."""
-        admitted = self._admit()
-        num_tokens = self._advance(admitted, [DraftTree.empty()] * len(admitted)) if admitted else 0
-        if self._running:
-            running = list(self._running)
-            trees = self._draft(running)
-            num_tokens += self._advance(running, trees)
-            if self.drafter is not None and self.tree.adaptive:
-                self.adaptation.learn(running, trees)
+        """Prefill requests that found a slot, then one round over all that decode; returns the tokens emitted."""
+        self.rounds, self.num_prompt_rows = [], 0
+        self._admit()
+        num_tokens = self._prefill()
+        decoding = [request for request in self._running if request.is_prefilled]
+        return num_tokens + (self._round(decoding) if decoding else 0)
+
+    def _round(self, requests: Sequence[Request]) -> int:
+        """Draft, verify and commit for `requests`; returns the tokens emitted."""
+        start = time.perf_counter()
+        depth = None if self.governor is None else self.governor.depth(len(requests))
+        trees = self._draft(requests, depth)
+        num_tokens = self._advance(requests, trees)
+        if self.drafter is not None and self.tree.adaptive and depth != 0:
+            self.adaptation.learn(requests, trees)
+        if self.governor is not None:
+            seconds = time.perf_counter() - start
+            self.governor.see(len(requests), depth, tokens=num_tokens, seconds=seconds)
         return num_tokens
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_slots(self) -> int:
+        return self._slots.num_slots
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._slots.num_free
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens whose rows the slots hold: of requests that run, and of those that have left."""
+        return sum(request.num_cached for request in self._running) + self._slots.num_kept_tokens
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether there is a drafter, and it has not been given up after faults."""
+        return self.drafter is not None and self._num_draft_faults < MOST_DRAFT_FAULTS
 
     def preempt(self, requests: Sequence[Request] | None = None) -> None:
         """Take the slots of running `requests` (all if None) away; they wait in front and resume: under the match rule
         with the tokens they would have had, under the others with tokens of the same law."""
         for request in reversed(list(self._running) if requests is None else requests):
             if request in self._running:
-                self._release(request)
+                self._release(request, keep=False)
                 request.restart()
-                self._waiting.appendleft(request)
+                self._waiting.put_first(request)
 
     @contextmanager
     def watched(self, observer: Observer) -> Iterator[None]:
@@ -248,40 +337,117 @@ class Engine:
                 continue
             request.end("abort")
 
-    def _draft(self, requests: Sequence[Request]) -> list[DraftTree]:
-        if self.drafter is None:
+    def _draft(self, requests: Sequence[Request], depth: int | None = None) -> list[DraftTree]:
+        """A tree for each request, at most `depth` deep."""
+        if self.drafter is None or not self.is_drafting or depth == 0:
             return [DraftTree.empty()] * len(requests)
         start = time.perf_counter()
-        limits = [self._limit(request) for request in requests]
-        trees = self.adaptation.draft(
-            self.drafter, requests, limits, self._round_cost(requests), adaptive=self.tree.adaptive
-        )
+        limits = [self._limit(request, depth) for request in requests]
+        try:
+            trees = self.adaptation.draft(
+                self.drafter, requests, limits, self._round_cost(requests), adaptive=self.tree.adaptive
+            )
+            if self.adaptation.num_drafted:
+                self._num_draft_faults = 0
+        except Exception as error:
+            if not self.sharing.isolate_faults:
+                raise
+            self._go_on_without_drafts(requests, error)
+            trees = [DraftTree.empty()] * len(requests)
         self.draft_seconds += time.perf_counter() - start
         return trees
 
-    def _advance(self, requests: Sequence[Request], trees: Sequence[DraftTree]) -> int:
-        """Verify a tree for each request in one forward, and commit what was accepted."""
+    def _go_on_without_drafts(self, requests: Sequence[Request], error: Exception) -> None:
+        """A drafter that raised may have half read the text of any request that it was asked about."""
+        self._num_draft_faults += 1
+        _log.error("drafting failed, so %d requests go on without drafts", len(requests), exc_info=error)
+        for request in requests:
+            self._stop_drafting(request)
+        if not self.is_drafting:
+            _log.error(
+                "drafting failed %d times in a row: from now on all requests are decoded plainly", MOST_DRAFT_FAULTS
+            )
+
+    def _stop_drafting(self, request: Request) -> None:
+        request.draft = DraftBounds(enabled=False)
+        request.draft_state.clear()
+
+    def _prefill(self) -> int:
+        """Prompts, or the next chunks of them; returns the tokens emitted by those that are through."""
+        prefilling = [request for request in self._running if not request.is_prefilled]
+        if not prefilling:
+            return 0
+        wanted = [len(request.uncached) for request in prefilling]
+        others_wait = len(prefilling) < len(self._running)
+        if others_wait and self.sharing.prefill_chunk is not None:
+            wanted = share_rows(wanted, self._rows_of_a_chunk())
+        parts = [(request, num_rows) for request, num_rows in zip(prefilling, wanted, strict=True) if num_rows]
+        requests = [request for request, _ in parts]
+        return self._advance(requests, [DraftTree.empty()] * len(requests), [num_rows for _, num_rows in parts])
+
+    def _rows_of_a_chunk(self) -> int:
+        asked = self.sharing.prefill_chunk
+        if isinstance(asked, int):
+            return asked
+        if self._chunk is None:
+            self._chunk = rows_of_a_chunk(self.cost)
+        return self._chunk
+
+    def _advance(
+        self, requests: Sequence[Request], trees: Sequence[DraftTree], num_rows: Sequence[int] | None = None
+    ) -> int:
+        """Verify a tree for each request in one forward, and commit what was accepted; returns the tokens emitted.
+
+        num_rows: of each request's uncached tokens, as many as this forward takes (by default all). One that has more
+        emits nothing yet.
+        """
         requests = list(requests)
-        logits, states = self._forward(requests, trees)
+        num_rows = [len(request.uncached) for request in requests] if num_rows is None else num_rows
+        try:
+            logits, states = self._forward(requests, trees, num_rows)
+        except Exception as error:
+            if not self.sharing.isolate_faults:
+                raise
+            return self._advance_apart(requests, num_rows, error)
         start = time.perf_counter()
-        kept = [self._verify(request, tree, rows) for request, tree, rows in zip(requests, trees, logits, strict=True)]
+        kept = [
+            self._verify(request, tree, rows) if count == len(request.uncached) else _NOTHING
+            for request, tree, rows, count in zip(requests, trees, logits, num_rows, strict=True)
+        ]
         verified = time.perf_counter()
-        num_tokens = sum(
-            self._commit(request, each, rows) for request, each, rows in zip(requests, kept, states, strict=True)
-        )
+        num_tokens = 0
+        for request, tree, each, count, rows in zip(requests, trees, kept, num_rows, states, strict=True):
+            num_tokens += self._commit(request, tree, each, count, rows)
         self.verify_seconds += verified - start
         self.commit_seconds += time.perf_counter() - verified
         return num_tokens
 
+    def _advance_apart(self, requests: Sequence[Request], num_rows: Sequence[int], error: Exception) -> int:
+        """A forward that serves several has failed: find out for whom. It wrote to no row of a committed token."""
+        if len(requests) == 1:
+            self._fail(requests[0], error)
+            return 0
+        _log.warning("a forward over %d requests failed (%s): each is tried alone", len(requests), error)
+        return sum(
+            self._advance([request], [DraftTree.empty()], [count])
+            for request, count in zip(requests, num_rows, strict=True)
+        )
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """End a request for a fault of ours."""
+        _log.error("a request failed", exc_info=error)
+        self._finish(request)
+        request.end("error", error=f"internal error: {type(error).__name__}", is_fault=True)
+
     def _forward(
-        self, requests: Sequence[Request], trees: Sequence[DraftTree]
+        self, requests: Sequence[Request], trees: Sequence[DraftTree], num_rows: Sequence[int]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Logits [1 + nodes, V] of each request's root and nodes, and tapped states of all its rows."""
+        """Logits [1 + nodes, V] of each request's last row and nodes, and tapped states of all its rows."""
         assert self._cache is not None
         start = time.perf_counter()
         groups = [
-            tree_group(request.slot, request.num_cached, request.uncached, tree.tokens, tree.parents)
-            for request, tree in zip(requests, trees, strict=True)
+            tree_group(request.slot, request.num_cached, request.uncached[:count], tree.tokens, tree.parents)
+            for request, tree, count in zip(requests, trees, num_rows, strict=True)
         ]
         logit_rows: list[int] = []
         first_row = 0
@@ -303,8 +469,16 @@ class Engine:
             return list(logits), [None] * len(requests)
         return list(logits), list(output.taps.split([len(group.tokens) for group in groups]))
 
-    def _verify(self, request: Request, tree: DraftTree, logits: torch.Tensor) -> _Kept:
-        """What the request's rule keeps of its tree."""
+    def _verify(self, request: Request, tree: DraftTree, logits: torch.Tensor) -> _Kept | Exception:
+        """What the request's rule keeps of its tree, or, where faults are isolated, what went wrong."""
+        try:
+            return self._keep(request, tree, logits)
+        except Exception as error:
+            if not self.sharing.isolate_faults:
+                raise
+            return error
+
+    def _keep(self, request: Request, tree: DraftTree, logits: torch.Tensor) -> _Kept:
         rule = request.rule
         if isinstance(tree.kind, OneHot) and not rule.accepts(tree):
             rule = RULES["match"]  # greedy drafts and lookups are one-hot, which the match walk verifies exactly
@@ -317,12 +491,17 @@ class Engine:
             self.observer(request, tree, law, verdict)
         return _Kept(path=verdict.path, tokens=tokens, dead_end=dead_end)
 
-    def _commit(self, request: Request, kept: _Kept, states: torch.Tensor | None) -> int:
+    def _commit(
+        self, request: Request, tree: DraftTree, kept: _Kept | Exception, num_rows: int, states: torch.Tensor | None
+    ) -> int:
         """Emit the kept tokens; keep cache rows and states of the accepted path only."""
+        if isinstance(kept, Exception):
+            self._fail(request, kept)
+            return 0
         assert self._cache is not None
-        num_chain = len(request.uncached)
-        first_column = request.num_cached + num_chain  # of the tree: the one after the root's own
+        first_column = request.num_cached + num_rows  # of the tree: the one after the root's own
         num_kept = request.emit(kept.tokens) if kept.tokens else 0
+        self._record(request, tree, kept.path, kept.tokens[:num_kept])
         if request.finish_reason is None and kept.dead_end is not None:
             request.end("error", error=kept.dead_end)
         if request.finish_reason is not None:
@@ -331,58 +510,117 @@ class Engine:
         path = list(kept.path)
         self._cache.commit(request.slot, first_column, [first_column + node for node in path])
         request.num_cached = first_column + len(path)
-        if self.drafter is not None:
-            if states is not None:
-                states = _rows_at(states, [*range(num_chain), *(num_chain + node for node in path)])
-            self.drafter.observe(request, states)
+        if states is not None:
+            states = _rows_at(states, [*range(num_rows), *(num_rows + node for node in path)])
+        self._observe(request, states)
         return num_kept
 
-    def _limit(self, request: Request) -> DraftLimit:
+    def _record(self, request: Request, tree: DraftTree, path: tuple[int, ...], token_ids: tuple[int, ...]) -> None:
+        """Note what a round did, for those who count."""
+        if token_ids:
+            done = RequestRound(
+                request=request, is_first=not request.is_prefilled, tree=tree, path=path, token_ids=token_ids
+            )
+            request.is_prefilled = True
+            request.speculation.add(done)
+            self.rounds.append(done)
+
+    def _observe(self, request: Request, states: torch.Tensor | None) -> None:
+        """Tell the drafter of new rows of a request that drafts."""
+        if self.drafter is None or not request.draft.enabled:
+            return
+        try:
+            self.drafter.observe(request, states)
+        except Exception as error:
+            if not self.sharing.isolate_faults:
+                raise
+            self._go_on_without_drafts([request], error)
+
+    def _limit(self, request: Request, depth: int | None = None) -> DraftLimit:
         assert self._cache is not None
         num_columns_left = self._cache.num_columns - request.num_tokens
-        depth = min(self.tree.max_depth, request.num_tokens_left - 1, num_columns_left)
-        return DraftLimit(max_nodes=max(0, min(self.tree.max_nodes, num_columns_left)), max_depth=max(0, depth))
+        own = request.draft
+        nodes = (self.tree.max_nodes, own.max_nodes, num_columns_left)
+        depths = (self.tree.max_depth, own.max_depth, depth, request.num_tokens_left - 1, num_columns_left)
+        return DraftLimit(max_nodes=max(0, _least(nodes)), max_depth=max(0, _least(depths)))
 
     def _admit(self) -> list[Request]:
         """Give slots to waiting requests, as many as one prefill can take.
 
-        A forward pads every slot between the first and the last that it touches to the longest prompt.
+        A forward may pad every slot between the first and the last that it touches to the longest prompt.
         """
         if self._waiting and not self._running:
             self._make_room(())  # requests that came while others ran may need more slots than there were
         admitted: list[Request] = []
         num_rows = 0
         while self._waiting and self._slots.num_free:
-            num_rows = max(num_rows, len(self._waiting[0].uncached))
-            if admitted and num_rows * (self._slots.next_free - admitted[0].slot + 1) > MAX_PREFILL_ROWS:
+            request = self._waiting.next(self._running)
+            num_rows = max(num_rows, len(request.uncached))
+            if admitted and num_rows * (abs(self._slots.next_free - admitted[0].slot) + 1) > MAX_PREFILL_ROWS:
                 break
-            request = self._waiting.popleft()
-            request.slot = self._slots.take()
+            self._waiting.remove(request)
+            self._settle(request)
             if not request.output_ids:  # else it was preempted, and its time goes on
                 request.started = time.perf_counter()
             admitted.append(request)
-        self._running.extend(admitted)
+            self._running.append(request)
         return admitted
 
-    def _finish(self, request: Request) -> None:
-        request.seconds = time.perf_counter() - request.started
-        self._release(request)
+    def _settle(self, request: Request) -> None:
+        """Give a request a slot, and the rows of another that begins alike."""
+        prefix = None
+        if self.sharing.reuse_prefixes:
+            prefix = self._slots.longest_prefix(request.tokens_from(0), partial(self._num_usable, request))
+        replaced = self._slots.take(request, prefix)
+        if prefix is not None:
+            self._take_over(request, prefix)
+        if replaced is not None:
+            self._forget(replaced)
 
-    def _release(self, request: Request) -> None:
+    def _num_usable(self, request: Request, source: Request, num_shared: int) -> int:
+        """How many rows of `source` a request can take over that shares so many tokens with it.
+
+        One token is left to draw from. A drafter pairs a row's state with the token after it, so the last shared row
+        is computed again, beside its new successor, and what the drafter has not read is too.
+        """
+        num_rows = min(num_shared, request.num_tokens - 1)
+        if self.drafter is None or not request.draft.enabled:
+            return num_rows
+        if not isinstance(self.drafter, PrefixDrafter):
+            return 0
+        return min(num_rows, num_shared - 1, self.drafter.num_kept(source))
+
+    def _take_over(self, request: Request, prefix: Prefix) -> None:
+        assert self._cache is not None
+        if prefix.source.slot != request.slot:
+            self._cache.copy(prefix.source.slot, request.slot, prefix.num_tokens)
+        request.num_cached = request.num_reused = prefix.num_tokens
+        if request.draft.enabled and isinstance(self.drafter, PrefixDrafter):
+            self.drafter.adopt(request, prefix.source, prefix.num_tokens)
+
+    def _finish(self, request: Request) -> None:
+        request.finished_at = time.perf_counter()
+        request.seconds = request.finished_at - request.started
+        self._release(request, keep=self.sharing.reuse_prefixes and request.num_cached > 0)
+
+    def _release(self, request: Request, *, keep: bool) -> None:
+        """Free the slot of a request; `keep`: for requests that begin alike, its rows stay until the slot is needed."""
         self._running.remove(request)
-        self._slots.release(request.slot)
+        self._slots.release(request, keep=keep)
         self.adaptation.forget(request)
+        request.noise.forget_before(request.num_tokens + self.tree.max_depth + 1)
+        if not keep:
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        """The rows of a request are lost."""
         if self.drafter is not None:
             self.drafter.close(request)
 
     def _make_room(self, requests: Sequence[Request]) -> None:
         """Allocate the cache, or a larger one while nothing runs."""
         longest = max((len(request.prompt_ids) + request.params.max_tokens for request in requests), default=0)
-        num_columns = self.max_length or longest
-        if self.drafter is not None:  # a drafter that shares the cache writes more rows than verification
-            num_columns += max(self.tree.max_nodes, self.tree.max_depth * self.tree.beam + 1)
-        grain = 64 if self.row_width is None else CHUNK
-        num_columns = -(-num_columns // grain) * grain
+        num_columns = self._columns_for(self.max_length or longest)
         num_slots = min(self.max_requests, len(requests) + len(self._running) + len(self._waiting))
         cache = self._cache
         if cache is not None and cache.num_columns >= num_columns and cache.num_slots >= num_slots:
@@ -396,9 +634,21 @@ class Engine:
                     )
                 return  # more slots must wait until the running requests have left
             num_columns, num_slots = max(num_columns, cache.num_columns), max(num_slots, cache.num_slots)
+        self._allocate(num_slots, num_columns)
+
+    def _columns_for(self, num_tokens: int) -> int:
+        """Columns of a slot for a text of so many tokens."""
+        if self.drafter is not None:  # a drafter that shares the cache writes more rows than verification
+            num_tokens += max(self.tree.max_nodes, self.tree.max_depth * self.tree.beam + 1)
+        grain = 64 if self.row_width is None else CHUNK
+        return -(-num_tokens // grain) * grain
+
+    def _allocate(self, num_slots: int, num_columns: int) -> None:
+        for request in self._slots.kept:
+            self._forget(request)
         self._cache = None  # the old one goes before the new one comes
         self._cache = self.target.new_cache(num_slots=num_slots, num_columns=num_columns)
-        self._slots = SlotAllocator(num_slots)
+        self._slots = SlotTable(num_slots, lowest_first=self.target.forward_kind != "kernels")
         if self.drafter is not None:
             room = Room(
                 num_slots=num_slots, num_columns=num_columns, tree=self.tree, cost=self._tree_cost, cache=self._cache
@@ -424,7 +674,16 @@ class Engine:
             return self.rule
         return self._choose_rule(params.exactness, params.rule)
 
-    def _create_samples(self, prompt_ids: Sequence[int], rule: Rule, params: SamplingParams) -> list[Request]:
+    def _create_samples(
+        self,
+        prompt_ids: Sequence[int],
+        rule: Rule,
+        params: SamplingParams,
+        *,
+        draft: DraftBounds | None,
+        owner: str,
+        tag: str,
+    ) -> list[Request]:
         """The `n` requests of a prompt: one seed, told apart by their sample index."""
         seed = random_seed() if params.seed is None else params.seed
         return [
@@ -436,6 +695,9 @@ class Engine:
                 rule=rule,
                 exactness=self._exactness_of(rule),
                 target=self.target,
+                draft=draft,
+                owner=owner,
+                tag=tag,
             )
             for sample in range(params.n)
         ]
@@ -455,6 +717,12 @@ class Engine:
                 f"prompt {index} is {prompt!r:.80}: expected a text, a list of chat messages, or token ids"
             ) from error
 
+    def _check_bounds(self, draft: DraftBounds | None) -> None:
+        for name in ("max_nodes", "max_depth") if draft is not None else ():
+            asked, most = getattr(draft, name), getattr(self.tree, name)
+            if asked is not None and asked > most:
+                raise ValueError(f"draft.{name} is {asked}, but this engine drafts at most {most}: ask for no more")
+
     def _check(self, index: int, prompt: Sequence[int], params: SamplingParams) -> None:
         if not len(prompt):
             raise ValueError(f"prompt {index} is empty: give at least one token")
@@ -469,6 +737,11 @@ class Engine:
                 f"prompt {index} has {len(prompt)} tokens and asks for {params.max_tokens} more, "
                 f"but at most {limit} fit: shorten it or lower max_tokens"
             )
+
+
+def _least(bounds: Sequence[int | None]) -> int:
+    """The least of the bounds that there are."""
+    return min(bound for bound in bounds if bound is not None)
 
 
 def _rows_at(rows: torch.Tensor, places: list[int]) -> torch.Tensor:
@@ -499,6 +772,7 @@ def load_engine(
     row_width: int | None = None,
     tree: TreeSettings | None = None,
     cost: CostModel | None = None,
+    sharing: Sharing | None = None,
     hybrid: bool | None = None,
     workload: Workload | None = None,
 ) -> Engine:
@@ -536,4 +810,5 @@ def load_engine(
         row_width=row_width,
         tree=tree,
         cost=cost,
+        sharing=sharing,
     )

@@ -6,6 +6,7 @@ batch, in any slot and after a restart.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,13 +37,99 @@ class TokenLogprobs(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftBounds:
+    """A request's own bounds of drafting, at most those of its engine (None takes the engine's). Its tokens cannot
+    depend on them."""
+
+    enabled: bool = True
+    max_nodes: int | None = None
+    max_depth: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enabled, bool):
+            raise ValueError(f"draft.enabled must be true or false, got {self.enabled!r}")
+        for name in ("max_nodes", "max_depth"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"draft.{name} must be a whole number of at least 1, got {value!r}")
+            if value is not None and not self.enabled:
+                raise ValueError(f"draft.{name} is {value}, but drafting is off: give one of the two")
+
+
+@dataclass(kw_only=True)
+class Speculation:
+    """What drafts have done for a request. Tokens are counted as they stand in the answer: what lies behind its end is
+    not.
+
+    num_rounds: rounds after the prefill. num_drafts: of them, those that verified at least one draft token.
+    num_draft_tokens: nodes of all trees. num_accepted_tokens: nodes that stand in the answer.
+    accepted_per_position[d]: rounds in which the node at depth d + 1 was accepted.
+    """
+
+    num_rounds: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens of a round that drafted, the target's own included: 1 + accepted / drafts (NaN without drafts)."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else math.nan
+
+    def add(self, one: RequestRound) -> None:
+        if one.is_first:
+            return
+        self.num_rounds += 1
+        self.num_drafts += bool(one.num_nodes)
+        self.num_draft_tokens += one.num_nodes
+        self.num_accepted_tokens += one.num_accepted
+        self.accepted_per_position += [0] * (one.num_accepted - len(self.accepted_per_position))
+        for depth in range(one.num_accepted):
+            self.accepted_per_position[depth] += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRound:
+    """What one round did for one request.
+
+    is_first: it is the end of a prefill, which drafts nothing. token_ids: what it emitted; num_accepted: of them, from
+    the front, those that had been drafted. path: the nodes of `tree` that were accepted.
+    """
+
+    request: Request
+    is_first: bool
+    tree: DraftTree
+    path: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tree)
+
+    @property
+    def depth(self) -> int:
+        """Of the tree; 0 without one."""
+        return max(self.tree.depths, default=0)
+
+    @property
+    def num_accepted(self) -> int:
+        return min(len(self.path), self.num_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Completion:
     """The answer to one prompt.
 
     `accepted_lengths[i]` counts the tokens that round `i` emitted, the target's own included, after truncation; round
     0 is the prefill, which emits one (as does the prefill of a request that resumes). `tokens_per_second` is this
     request's tokens over the time it was in the engine. `sample` tells the `n` answers to one prompt apart. `error` is
-    set where `finish_reason` is "error".
+    set where `finish_reason` is "error"; `is_fault` where the cause was the engine's and not the request's.
+    `num_reused_tokens` of the prompt were not computed, since another request had begun alike.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -59,6 +146,9 @@ class Completion:
     exactness: str = "seed"
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    speculation: Speculation = field(default_factory=Speculation)
+    num_reused_tokens: int = 0
+    is_fault: bool = False
 
     @property
     def lossless(self) -> bool:
@@ -89,7 +179,13 @@ class PositionNoise:
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """State of one running request. All tokens but the last emitted (`uncached`) have rows in the target's cache."""
+    """State of one request. Once its prefill is over, all tokens but the last emitted (`uncached`) have rows in the
+    target's cache.
+
+    draft: its own bounds. owner: whose it is, for fair shares. tag: a domain, for statistics. submitted,
+    first_token_at, finished_at: `time.perf_counter` then. started: when it first got a slot; num_reused: tokens whose
+    rows it then took over from another.
+    """
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
@@ -100,17 +196,27 @@ class Request:
     rule: Rule
     exactness: str
     sample: int = 0
+    draft: DraftBounds = field(default_factory=DraftBounds)
+    owner: str = ""
+    tag: str = ""
     slot: int = -1
     num_cached: int = 0
+    num_reused: int = 0
+    is_prefilled: bool = False
     output_ids: list[int] = field(default_factory=list)
     accepted_lengths: list[int] = field(default_factory=list)
     draft_state: dict[str, Any] = field(default_factory=dict)  # one entry a drafter, owned by it
+    submitted: float = field(default_factory=time.perf_counter)
     started: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
+    finished_at: float | None = None
     seconds: float = 0.0
+    speculation: Speculation = field(default_factory=Speculation)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    is_fault: bool = False
 
     @classmethod
     def create(
@@ -123,6 +229,9 @@ class Request:
         rule: Rule,
         exactness: str,
         target: TargetModel,
+        draft: DraftBounds | None = None,
+        owner: str = "",
+        tag: str = "",
     ) -> Request:
         vocab_size, device, eos_ids = target.vocab_size, target.device, target.eos_ids
         return cls(
@@ -132,6 +241,9 @@ class Request:
             sample=sample,
             rule=rule,
             exactness=exactness,
+            draft=draft or DraftBounds(),
+            owner=owner,
+            tag=tag,
             noise=PositionNoise((seed, sample, 0), vocab_size=vocab_size, device=device),
             processor=Processor(
                 params,
@@ -177,6 +289,8 @@ class Request:
         del self.logprobs[len(self.output_ids) :]
         self.finish_reason, self.stop_reason = result.finish_reason, result.stop_reason
         self.noise.forget_before(self.num_tokens)
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
         return result.num_kept
 
     def record_logprobs(self, law: RequestLaw, path: Sequence[int], tokens: Sequence[int]) -> None:
@@ -189,14 +303,14 @@ class Request:
             top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
             self.logprobs.append(TokenLogprobs(token, float(row[token]), top))
 
-    def end(self, finish_reason: str, *, error: str | None = None) -> None:
+    def end(self, finish_reason: str, *, error: str | None = None, is_fault: bool = False) -> None:
         """End this request, and no other, from outside its text ("abort", "error"); what it has emitted stays."""
         self.stopper.close()
-        self.finish_reason, self.error = finish_reason, error
+        self.finish_reason, self.error, self.is_fault = finish_reason, error, is_fault
 
     def restart(self) -> None:
         """Forget everything that lived in a slot; the text so far is prefilled again."""
-        self.slot, self.num_cached = -1, 0
+        self.slot, self.num_cached, self.is_prefilled = -1, 0, False
         self.draft_state.clear()
 
     def completion(self) -> Completion:
@@ -216,6 +330,9 @@ class Request:
             exactness=self.exactness,
             error=self.error,
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            speculation=self.speculation,
+            num_reused_tokens=self.num_reused,
+            is_fault=self.is_fault,
         )
 
 

@@ -115,6 +115,23 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class PrefixDrafter(Drafter, Protocol):
+    """A drafter that can go on from another request's text. Only such drafters are given requests whose beginning is
+    not computed again; `observe` then tells of the rows behind it.
+
+    Until `close`, what it knows of a request that has left stays as it was.
+    """
+
+    def num_kept(self, request: Request) -> int:
+        """How many tokens of the request's text, from the first on, a request that begins alike need not read again."""
+        ...
+
+    def adopt(self, request: Request, source: Request, num_tokens: int) -> None:
+        """`request`, which has a slot (maybe the very slot of `source`), begins with the first `num_tokens` tokens of
+        `source` and with the one after them; what is known of these is `request`'s too."""
+
+
+@runtime_checkable
 class RecordingDrafter(Drafter, Protocol):
     """A drafter that can say what its coupled trees were drawn from (`infer.tree.Coupled`): set `records` to have it.
 

@@ -24,7 +24,7 @@ import torch
 from infer.calibration import Calibration
 from infer.cost import CostModel
 from infer.drafters.base import DraftLimit, Room, TreeSettings, at_depth
-from infer.drafters.stepper import Frontier, Stepper
+from infer.drafters.stepper import Frontier, PrefixStepper, Stepper
 from infer.growth import TreeBuilder, next_depth_pays
 from infer.noise import gumbel, noise_key
 from infer.request import Request
@@ -157,6 +157,13 @@ class TreeGrower:
             if growing and self._tree.adaptive and not self._pays(growths, depth):
                 break
         return [growth.build() for growth in growths]
+
+    def num_kept(self, request: Request) -> int:
+        return self.stepper.num_kept(request) if isinstance(self.stepper, PrefixStepper) else 0
+
+    def adopt(self, request: Request, source: Request, num_tokens: int) -> None:
+        assert isinstance(self.stepper, PrefixStepper), f"{self.name} keeps nothing of a text"
+        self.stepper.adopt(request, source, num_tokens)
 
     def close(self, request: Request) -> None:
         self.stepper.close(request)

@@ -15,6 +15,7 @@ requests.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -36,6 +37,9 @@ from infer.kernels.paths import has_kernel
 from infer.request import Request
 from infer.rows import GrowingRows, PackedRows, RowGroup
 
+_MOST_PENDING = 512
+"""States of a prompt that wait to be read; more are read at once, so that a long one is not held in states."""
+
 
 @dataclass
 class _Memory:
@@ -45,7 +49,7 @@ class _Memory:
     num_rows: int = 0
 
 
-class HeadStepper:
+class HeadStepper(ABC):
     """What steppers of all heads share: reading the text's states (`infer.drafters.stepper` says what a stepper is)."""
 
     def __init__(self, head: DraftHead, *, name: str) -> None:
@@ -67,10 +71,29 @@ class HeadStepper:
 
     def observe(self, request: Request, states: torch.Tensor | None) -> None:
         assert states is not None
-        self.memory(request).pending.append(states)
+        memory = self.memory(request)
+        memory.pending.append(states)
+        if not request.is_prefilled and sum(map(len, memory.pending)) >= _MOST_PENDING:
+            self._read(request)
+
+    def num_kept(self, request: Request) -> int:
+        return self.memory(request).num_rows
+
+    def adopt(self, request: Request, source: Request, num_tokens: int) -> None:
+        if self._cache is not None and source.slot != request.slot:
+            self._cache.copy(source.slot, request.slot, num_tokens)
+        self.memory(request).num_rows = num_tokens
 
     def close(self, request: Request) -> None:
         request.draft_state.pop(self.name, None)
+
+    @abstractmethod
+    def read_committed(self, requests: Sequence[Request]) -> torch.Tensor:
+        """Read the states that came since the last round; returns what each request's last new one gives [B, H]."""
+
+    @torch.inference_mode()
+    def _read(self, request: Request) -> None:
+        self.read_committed([request])
 
     def memory(self, request: Request) -> _Memory:
         memory = request.draft_state.setdefault(self.name, _Memory())
@@ -104,7 +127,7 @@ class HeadStepper:
             assert memory.pending, "a request is asked for a draft once after each commit"
             taps.extend(memory.pending)
             num_new = sum(len(states) for states in memory.pending)
-            tokens = request.tokens_from(memory.num_rows + 1)
+            tokens = request.tokens_from(memory.num_rows + 1)[:num_new]  # a prompt may go on behind them
             assert len(tokens) == num_new, f"{num_new} states for {len(tokens)} tokens"
             groups.append(RowGroup(slot=request.slot, prefix=memory.num_rows, tokens=tokens))
             memory.num_rows += num_new

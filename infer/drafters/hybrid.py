@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from infer.drafters.base import Drafter, DraftLimit, RecordingDrafter, Room
+from infer.drafters.base import Drafter, DraftLimit, PrefixDrafter, RecordingDrafter, Room
 from infer.growth import merge
 from infer.request import Request
 from infer.tree import Coupled, DraftTree, OneHot
@@ -70,6 +70,14 @@ class HybridDrafter:
                 for index, tree in zip(mine, proposed, strict=True):
                     trees[index].append(tree)
         return [parts[0] if len(parts) == 1 else merge(parts) for parts in trees]
+
+    def num_kept(self, request: Request) -> int:
+        return min(drafter.num_kept(request) if isinstance(drafter, PrefixDrafter) else 0 for drafter in self.drafters)
+
+    def adopt(self, request: Request, source: Request, num_tokens: int) -> None:
+        for drafter in self.drafters:
+            assert isinstance(drafter, PrefixDrafter), f"{drafter.name} keeps nothing of a text"
+            drafter.adopt(request, source, num_tokens)
 
     def close(self, request: Request) -> None:
         for drafter in self.drafters:

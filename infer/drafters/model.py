@@ -105,6 +105,21 @@ class ModelStepper:
     def begin(self, requests: Sequence[Request]) -> ModelRound:
         return ModelRound(self, self.read(requests))
 
+    def num_kept(self, request: Request) -> int:
+        """What the model's cache holds; nothing of a text that outgrew it."""
+        if self.shares_cache:
+            return request.num_cached
+        memory = self.memory(request)
+        return 0 if memory.start else memory.num_rows
+
+    def adopt(self, request: Request, source: Request, num_tokens: int) -> None:
+        if self.shares_cache:
+            return
+        assert self._cache is not None
+        if source.slot != request.slot:
+            self._cache.copy(source.slot, request.slot, num_tokens)
+        self.memory(request).num_rows = num_tokens
+
     def close(self, request: Request) -> None:
         request.draft_state.pop(self.name, None)
 

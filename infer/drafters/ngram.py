@@ -89,22 +89,30 @@ class NgramDrafter:
         self._tree = room.tree
 
     def observe(self, request: Request, states: torch.Tensor | None) -> None:
-        history = self._history(request)
-        history.extend(request.tokens_from(len(history.tokens)))
+        """The text is read when a draft is asked for."""
 
     def propose(self, requests: Sequence[Request], limits: Sequence[DraftLimit]) -> list[DraftTree]:
         return [self._propose(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
+    def num_kept(self, request: Request) -> int:
+        """All of it: a text is read from its tokens."""
+        return request.num_tokens
+
+    def adopt(self, request: Request, source: Request, num_tokens: int) -> None:
+        pass
+
     def close(self, request: Request) -> None:
         request.draft_state.pop(self.name, None)
 
-    def _history(self, request: Request) -> _History:
+    def _read(self, request: Request) -> _History:
+        """The request's text, up to its last token."""
         history = request.draft_state.setdefault(self.name, _History())
         assert isinstance(history, _History)
+        history.extend(request.tokens_from(len(history.tokens)))
         return history
 
     def _propose(self, request: Request, limit: DraftLimit) -> DraftTree:
-        history = self._history(request)
+        history = self._read(request)
         builder = TreeBuilder()
         remaining = 1.0
         history.guess = None

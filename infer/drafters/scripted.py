@@ -48,6 +48,13 @@ class ScriptedDrafter:
     def propose(self, requests: Sequence[Request], limits: Sequence[DraftLimit]) -> list[DraftTree]:
         return [self.script(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
+    def num_kept(self, request: Request) -> int:
+        """All of it: a text is read from its tokens."""
+        return request.num_tokens
+
+    def adopt(self, request: Request, source: Request, num_tokens: int) -> None:
+        pass
+
     def close(self, request: Request) -> None:
         pass
 

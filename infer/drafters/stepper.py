@@ -105,3 +105,12 @@ class Stepper(Protocol):
 
     def close(self, request: Request) -> None:
         """The request has left."""
+
+
+@runtime_checkable
+class PrefixStepper(Stepper, Protocol):
+    """A stepper that can go on from another request's text (`infer.drafters.base.PrefixDrafter`)."""
+
+    def num_kept(self, request: Request) -> int: ...
+
+    def adopt(self, request: Request, source: Request, num_tokens: int) -> None: ...

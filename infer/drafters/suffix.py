@@ -301,22 +301,30 @@ class SuffixDrafter:
         self._tree = room.tree
 
     def observe(self, request: Request, states: torch.Tensor | None) -> None:
-        history = self._history(request)
+        """The text is read when a draft is asked for."""
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[DraftLimit]) -> list[DraftTree]:
+        return [self._propose(self._read(request), limit) for request, limit in zip(requests, limits, strict=True)]
+
+    def num_kept(self, request: Request) -> int:
+        """All of it: a text is read from its tokens."""
+        return request.num_tokens
+
+    def adopt(self, request: Request, source: Request, num_tokens: int) -> None:
+        pass
+
+    def close(self, request: Request) -> None:
+        request.draft_state.pop(self.name, None)
+
+    def _read(self, request: Request) -> _History:
+        """The request's text, up to its last token."""
+        history = request.draft_state.setdefault(self.name, _History())
+        assert isinstance(history, _History)
         start = history.automaton.num_tokens
         for position, token in enumerate(request.tokens_from(start), start=start):
             if position >= len(request.prompt_ids):  # what a prompt repeats says little of what its answer will
                 history.learn(self._orders(history, self._end(history)), token)
             history.append(token)
-
-    def propose(self, requests: Sequence[Request], limits: Sequence[DraftLimit]) -> list[DraftTree]:
-        return [self._propose(self._history(request), limit) for request, limit in zip(requests, limits, strict=True)]
-
-    def close(self, request: Request) -> None:
-        request.draft_state.pop(self.name, None)
-
-    def _history(self, request: Request) -> _History:
-        history = request.draft_state.setdefault(self.name, _History())
-        assert isinstance(history, _History)
         return history
 
     def _propose(self, history: _History, limit: DraftLimit) -> DraftTree:
