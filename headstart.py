@@ -19,18 +19,25 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from heads.checkpoint import load_head
+    from infer.async_engine import AsyncEngine, Draining, QueueFull
     from infer.drafters.base import TreeSettings
     from infer.engine import Engine, load_engine
-    from infer.request import Completion
+    from infer.request import Completion, DraftBounds
     from infer.sampling import SamplingParams
+    from infer.scheduling import Sharing
     from infer.target import TargetModel
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncEngine",
     "Completion",
+    "DraftBounds",
+    "Draining",
     "Engine",
+    "QueueFull",
     "SamplingParams",
+    "Sharing",
     "TargetModel",
     "TreeSettings",
     "__version__",
@@ -40,7 +47,12 @@ __all__ = [
 ]
 
 _EXPORTS = {
+    "AsyncEngine": "infer.async_engine",
+    "Draining": "infer.async_engine",
+    "QueueFull": "infer.async_engine",
+    "Sharing": "infer.scheduling",
     "Completion": "infer.request",
+    "DraftBounds": "infer.request",
     "Engine": "infer.engine",
     "SamplingParams": "infer.sampling",
     "TargetModel": "infer.target",
@@ -66,7 +78,10 @@ _COMMANDS = {
     "train": _Command("train.cli.train", "train a draft head for a target"),
     "eval": _Command("infer.cli.eval", "measure acceptance on held-out prompts"),
     "generate": _Command("infer.cli.generate", "complete prompts with a target and a head"),
+    "serve": _Command("infer.cli.serve", "serve a target and a head to clients of OpenAI's API"),
+    "chat": _Command("infer.cli.chat", "talk with a target in the terminal"),
     "bench": _Command("infer.cli.bench", "compare speed and answers with plain decoding"),
+    "bench serve": _Command("infer.cli.bench_serve", "the same for a server, at several loads"),
     "audit": _Command("infer.cli.audit", "prove on your own model that answers are the target's"),
     "doctor": _Command("infer.cli.doctor", "look a trained head over against its target"),
     "calibrate": _Command("infer.cli.calibrate", "fit a head's draft probabilities to how often they come true"),
@@ -124,6 +139,8 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"headstart {__version__}")
         return 0
     name, *rest = arguments
+    if " ".join(arguments[:2]) in _COMMANDS:
+        name, rest = " ".join(arguments[:2]), arguments[2:]
     if name not in _COMMANDS:
         raise ValueError(_unknown_command(name))
     _check_packages()

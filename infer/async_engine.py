@@ -21,12 +21,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
-from infer.engine import Engine, Prompt
+from infer.engine import Engine
+from infer.intake import Prompt
 from infer.request import Completion, DraftBounds, Request, RequestRound, TokenLogprobs
 from infer.sampling import SamplingParams
 from infer.scheduling import Sharing
+from infer.threads import release_workers
 from infer.tree import DraftTree
 
 _log = logging.getLogger(__name__)
@@ -124,9 +126,9 @@ class Ticket:
         self.num_prompt_tokens = len(requests[0].prompt_ids)
         self.seed = requests[0].seed
         self.num_samples = len(requests)
-        self.trees = trees
-        self.samples = [_Sample(request=request, ticket=self) for request in requests]
-        self.loop = loop
+        self._trees = trees
+        self._samples = [_Sample(request=request, ticket=self) for request in requests]
+        self._loop = loop
         self._engine = engine
         self._updates: deque[Update] = deque()
         self._arrived = asyncio.Event()
@@ -136,7 +138,7 @@ class Ticket:
     @property
     def num_reused_tokens(self) -> int:
         """Prompt tokens that were not computed again, of all samples; known after the first update."""
-        return sum(sample.request.num_reused for sample in self.samples)
+        return sum(sample.request.num_reused for sample in self._samples)
 
     @property
     def num_pending(self) -> int:
@@ -145,7 +147,7 @@ class Ticket:
 
     def cancel(self) -> None:
         """Free the slots before the next round. Does nothing to samples that have ended."""
-        self._engine.cancel(self)
+        self._engine._cancel(self)
 
     async def completions(self) -> list[Completion]:
         """Wait for all samples; their order is that of `Completion.sample`. Updates not read by then are dropped."""
@@ -167,7 +169,7 @@ class Ticket:
             self._num_open -= 1
         return update
 
-    def put(self, update: Update) -> None:
+    def _put(self, update: Update) -> None:
         """In the event loop: an update has come."""
         if update.completion is not None:
             self._completions[update.sample] = update.completion
@@ -219,6 +221,7 @@ class AsyncEngine:
         if self._thread is None:
             if self.engine.max_length is not None:
                 self.engine.reserve()
+            release_workers()  # from here on the engine's thread computes
             self._thread = threading.Thread(target=self._run, name="headstart-engine", daemon=True)
             self._thread.start()
 
@@ -262,10 +265,10 @@ class AsyncEngine:
         """
         assert self._thread is not None, "the engine has not been started"
         self._check_open(params.n)
-        self._num_open += params.n
+        self._count(params.n)
         try:
             loop = asyncio.get_running_loop()
-            prepare = partial(self.engine.prepare, prompt, params, draft=draft, owner=owner, tag=tag)
+            prepare = partial(self._prepare, prompt, params, draft=draft, owner=owner, tag=tag)
             requests = await loop.run_in_executor(self._preparers, prepare)
             ticket = Ticket(self, requests, trees=trees, loop=loop)
             with self._lock:
@@ -274,7 +277,7 @@ class AsyncEngine:
                 self._mail.arrived.append(ticket)
                 self._lock.notify()
         except BaseException:
-            self._num_open -= params.n
+            self._count(-params.n)
             raise
         return ticket
 
@@ -312,9 +315,8 @@ class AsyncEngine:
         finally:
             ticket.cancel()
 
-    def cancel(self, ticket: Ticket) -> None:
-        """As `Ticket.cancel`."""
-        if any(sample.request.finish_reason is None for sample in ticket.samples):
+    def _cancel(self, ticket: Ticket) -> None:
+        if any(sample.request.finish_reason is None for sample in ticket._samples):
             with self._lock:
                 self._mail.cancelled.append(ticket)
                 self._lock.notify()
@@ -348,27 +350,45 @@ class AsyncEngine:
             seconds = self._seconds_per_request * (1 + num_waiting / self.engine.max_requests)
             raise QueueFull(self._num_waiting, max(1, math.ceil(seconds)))
 
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._num_open += change
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams, **options: Any) -> list[Request]:
+        """`Engine.prepare`, in a worker thread; a panic of a library in Rust is no Exception, and comes out as one."""
+        try:
+            return self.engine.prepare(prompt, params, **options)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise RuntimeError(f"a request could not be prepared: {type(error).__name__}") from error
+
     # What follows runs in the engine's thread.
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException:
+            _log.exception("the engine's thread failed: it takes no more requests")
+            self._is_broken = True
+        self._end_all(is_fault=self._is_broken)
+        self._turn_away()
+
+    def _serve(self) -> None:
+        """Rounds, until it is time to stop."""
         num_faults = 0
-        while True:
-            mail = self._next_mail()
-            if mail is None:
-                break
-            self._read(mail)
+        while (mail := self._next_mail()) is not None:
             try:
+                self._read(mail)
                 self._step()
                 num_faults = 0
-            except Exception:
+            except BaseException:
                 num_faults += 1
                 _log.exception("a step of the engine failed: all that run are ended")
+                self._is_broken = num_faults == _MOST_FAULTS
                 self._end_all(is_fault=True)
-                if num_faults == _MOST_FAULTS:
-                    self._is_broken = True
-                    _log.error("%d steps failed in a row: the engine takes no more requests", num_faults)
-        self._end_all(is_fault=False)
-        self._turn_away()
+                if self._is_broken:
+                    raise
 
     def _next_mail(self) -> _Mail | None:
         """What has come; waits for it where there is nothing else to do. None: it is time to stop."""
@@ -382,16 +402,16 @@ class AsyncEngine:
 
     def _read(self, mail: _Mail) -> None:
         for ticket in mail.arrived:
-            self._live.update({sample.request: sample for sample in ticket.samples})
+            self._live.update({sample.request: sample for sample in ticket._samples})
             try:
-                self.engine.enqueue([sample.request for sample in ticket.samples])
+                self.engine.enqueue([sample.request for sample in ticket._samples])
             except Exception as error:
                 _log.exception("a request could not be queued")
-                for sample in ticket.samples:
+                for sample in ticket._samples:
                     sample.request.end("error", error=str(error), is_fault=True)
-                self._send([(sample, None) for sample in ticket.samples])
+                self._send([(sample, None) for sample in ticket._samples])
         for ticket in mail.cancelled:
-            samples = [sample for sample in ticket.samples if sample.request in self._live]
+            samples = [sample for sample in ticket._samples if sample.request in self._live]
             self.engine.abort([sample.request for sample in samples])
             self._send([(sample, None) for sample in samples])
 
@@ -418,24 +438,29 @@ class AsyncEngine:
         updates: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Update]]] = {}
         for sample, done in news:
             update = _update(sample, done)
-            updates.setdefault(sample.ticket.loop, []).append((sample.ticket, update))
+            updates.setdefault(sample.ticket._loop, []).append((sample.ticket, update))
             if update.completion is not None:
                 self._forget(sample.request)
         for loop, each in updates.items():
             try:
-                loop.call_soon_threadsafe(self._deliver, each)
+                loop.call_soon_threadsafe(_deliver, each)
             except RuntimeError:  # the loop is closed, and nobody waits any more
-                self._num_open -= sum(update.completion is not None for _, update in each)
+                with self._lock:
+                    self._mail.cancelled.extend({ticket for ticket, _ in each})
 
     def _forget(self, request: Request) -> None:
         del self._live[request]
+        self._count(-1)
         if request.finish_reason in ("stop", "length"):
             self._seconds_per_request += 0.1 * (request.seconds - self._seconds_per_request)
         self._tell(lambda listener: listener.finished(request))
 
     def _end_all(self, *, is_fault: bool) -> None:
         samples = list(self._live.values())
-        self.engine.abort()
+        try:
+            self.engine.abort()
+        except BaseException:
+            _log.exception("the engine could not let go of its requests")
         for sample in samples:
             if is_fault and sample.request.finish_reason in (None, "abort"):
                 sample.request.end("error", error="internal error: a step of the engine failed", is_fault=True)
@@ -446,12 +471,13 @@ class AsyncEngine:
     def _turn_away(self) -> None:
         """End what came after the last mail that was read."""
         with self._lock:
+            self._is_stopping = True
             left, self._mail = self._mail, _Mail()
         for ticket in left.arrived:
-            for sample in ticket.samples:
+            for sample in ticket._samples:
                 sample.request.end("abort")
                 self._live[sample.request] = sample
-            self._send([(sample, None) for sample in ticket.samples])
+            self._send([(sample, None) for sample in ticket._samples])
 
     def _tell(self, what: Callable[[Listener], None]) -> None:
         for listener in self._listeners:
@@ -460,24 +486,22 @@ class AsyncEngine:
             except Exception:
                 _log.exception("a listener failed")
 
-    # And this in the callers' event loop.
 
-    def _deliver(self, updates: Sequence[tuple[Ticket, Update]]) -> None:
-        for ticket, update in updates:
-            if update.completion is not None:
-                self._num_open -= 1
-            ticket.put(update)
+def _deliver(updates: Sequence[tuple[Ticket, Update]]) -> None:
+    """In the callers' event loop."""
+    for ticket, update in updates:
+        ticket._put(update)
 
 
 def _update(sample: _Sample, done: RequestRound | None) -> Update:
-    """What a round gave a sample. A step may hold two rounds of a request, its prefill and the first with a draft: the
-    text comes with the last."""
+    """What a round gave a sample, or, without one, all that has not been told yet. A step may hold two rounds of a
+    request, its prefill and the first with a draft: the text comes with the last."""
     request = sample.request
     first = sample.num_seen
-    token_ids = () if done is None else done.token_ids
+    token_ids = tuple(request.output_ids[first:]) if done is None else done.token_ids
     sample.num_seen += len(token_ids)
     is_last = sample.num_seen == len(request.output_ids)
-    wants_tree = done is not None and sample.ticket.trees
+    wants_tree = done is not None and sample.ticket._trees
     return Update(
         sample=request.sample,
         token_ids=token_ids,

@@ -4,8 +4,8 @@ A chat is rendered to text by the tokenizer's own template and then encoded with
 a beginning-of-sequence token printed by the template is never doubled. The training mask is found from prefix
 differences of that text and token offsets, so no `{% generation %}` tags are needed in the template.
 
-Limits: message contents are plain strings (no images, no tool schemas), and masks need a fast tokenizer
-(offsets).
+Limits: message contents are plain strings (no images), training renders no tool schemas, and masks need a fast
+tokenizer (offsets).
 """
 
 from __future__ import annotations
@@ -42,9 +42,18 @@ class Rendered:
         return sum(self.loss_mask)
 
 
-def render_text(tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool, raw: bool = False) -> str:
+def render_text(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool,
+    raw: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> str:
     """The chat as text. `raw` joins the contents without a template (for base models), on explicit request only; a
-    lone text stays as it is.
+    lone text stays as it is. `tools` are schemas of functions for the template to list, `options` what else it, or
+    `apply_chat_template`, is to be told.
     """
     _check_messages(messages)
     if raw:
@@ -57,6 +66,7 @@ def render_text(tokenizer: Any, messages: Sequence[Message], *, add_generation_p
     try:
         text = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
+            **{**(options or {}), **({"tools": [dict(tool) for tool in tools]} if tools else {})},
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )

@@ -78,6 +78,10 @@ class CostModel:
         """The table of an engine whose forwards all have `row_width` rows: the time of as many as the rows fill."""
         return FixedWidthCost(widths=self.widths, milliseconds=self.milliseconds, row_width=row_width, table=self)
 
+    def most_rows(self, milliseconds: float, *, among: Sequence[int]) -> int:
+        """The largest of the widths `among` (ascending) whose forward takes at most so long; the first if none does."""
+        return max((width for width in among if self.target_milliseconds(width) <= milliseconds), default=among[0])
+
     def target_milliseconds(self, width: int) -> float:
         """Interpolated between measured widths; beyond the last, on the line through the last two."""
         if len(self.widths) == 1 or width <= self.widths[0]:

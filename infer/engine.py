@@ -16,23 +16,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from infer.adaptation import Adaptation
 from infer.cache import SlotCache
-from infer.chat import Message, encode_text, render_prompt, token_id_list
 from infer.cost import CostModel, cost_of
 from infer.drafters.base import Drafter, DraftLimit, PrefixDrafter, Room, TreeSettings
 from infer.exactness import ANY_KIND, choose_rule
 from infer.fixed import CHUNK, checked_row_width
 from infer.governor import Governor
-from infer.noise import random_seed
+from infer.intake import Intake, Prompt
+from infer.machine import available_bytes
 from infer.request import Completion, DraftBounds, Request, RequestLaw, RequestRound
 from infer.rows import tree_group
 from infer.sampling import SamplingError, SamplingParams
-from infer.scheduling import Prefix, Sharing, SlotTable, WaitingLine, rows_of_a_chunk, share_rows
+from infer.scheduling import Prefix, Sharing, SlotTable, WaitingLine, share_rows
 from infer.target import TargetModel
 from infer.tree import DraftTree, OneHot
 from infer.verify import RULES, KeyedChance, Rule, Verdict, verify
@@ -41,10 +41,14 @@ if TYPE_CHECKING:
     from infer.tune.settings import Workload
 
 MAX_PREFILL_ROWS = 4096
+LEAST_AWAITED = 32
+"""Tokens of a prompt for whose rows it pays to wait where another request's are being computed."""
+CHUNKS = tuple(1 << power for power in range(5, 12))
+CHUNK_STEPS = 5.0
+"""A chunk of a prompt takes about as long as so many plain steps: what a stream may be held up by a stranger's."""
 MOST_DRAFT_FAULTS = 3
 """So many failures of a drafter in a row, and it is not asked again (where faults are isolated)."""
 
-Prompt = str | Sequence[Message] | Sequence[int]
 Observer = Callable[[Request, DraftTree, RequestLaw, Verdict], None]
 
 _log = logging.getLogger(__name__)
@@ -62,6 +66,13 @@ class _Kept:
 
 _NOTHING = _Kept(path=(), tokens=(), dead_end=None)
 """Of the rows of a prompt that has more."""
+
+
+class _PromptShare(NamedTuple):
+    """A request whose prompt is being prefilled, and how many rows of it are next."""
+
+    request: Request
+    num_rows: int
 
 
 class Engine:
@@ -106,9 +117,15 @@ class Engine:
         self.max_requests = max_requests
         self.max_length = max_length
         self.tree = tree or TreeSettings()
-        self.rule = self._choose_rule(exactness, rule)
-        self._is_bitwise = exactness == "bitwise"
-        needs_width = row_width is not None or not (self._is_bitwise and target.is_row_invariant)
+        self._intake = Intake(
+            target,
+            kinds=ANY_KIND if drafter is None else drafter.kinds,
+            tree=self.tree,
+            max_length=max_length,
+            exactness=exactness,
+            rule=rule,
+        )
+        needs_width = row_width is not None or not (exactness == "bitwise" and target.is_row_invariant)
         self.row_width = checked_row_width(row_width, exactness, max_depth=self.tree.max_depth) if needs_width else None
         self.observer = observer
         self._cost = cost
@@ -135,9 +152,14 @@ class Engine:
         self._chunk: int | None = None
 
     @property
+    def rule(self) -> Rule:
+        """How trees of requests that ask for nothing else are verified."""
+        return self._intake.rule
+
+    @property
     def exactness(self) -> str:
         """What is promised to requests that ask for nothing else."""
-        return self._exactness_of(self.rule)
+        return self._intake.exactness
 
     @property
     def cost(self) -> CostModel:
@@ -237,11 +259,7 @@ class Engine:
     ) -> list[Request]:
         """The `n` requests of a prompt, checked, for `enqueue`. Touches nothing that runs, so other threads may call
         it. `index` names the prompt in errors."""
-        token_ids = self._encode(index, prompt)
-        self._check(index, token_ids, params)
-        self._check_bounds(draft)
-        rule = self._rule_for(index, params)
-        return self._create_samples(token_ids, rule, params, draft=draft, owner=owner, tag=tag)
+        return self._intake.prepare(prompt, params, draft=draft, owner=owner, tag=tag, index=index)
 
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Let prepared requests wait for a slot; `step` answers them."""
@@ -254,30 +272,48 @@ class Engine:
         if self.max_length is None:
             raise ValueError("slots can be reserved where max_length says how long they are: build the engine with it")
         if self._cache is None:
-            self._allocate(self.max_requests, self._columns_for(self.max_length))
+            num_columns = self._columns_for(self.max_length)
+            self._check_memory(self.max_requests, num_columns)
+            self._allocate(self.max_requests, num_columns)
         if self.sharing.prefill_chunk is not None:
             self._rows_of_a_chunk()
 
     def step(self) -> int:
-        """Prefill requests that found a slot, then one round over all that decode; returns the tokens emitted."""
+        """Prefill requests that found a slot, then one round over all that decode; returns the tokens emitted.
+
+        On kernels, prompts and the round share a forward: its weights are read once.
+        """
         self.rounds, self.num_prompt_rows = [], 0
         self._admit()
-        num_tokens = self._prefill()
+        prompts = self._prompt_shares()
+        num_tokens = 0
+        if prompts and not (self._mixes and any(request.is_prefilled for request in self._running)):
+            num_tokens, prompts = self._round((), prompts), []
         decoding = [request for request in self._running if request.is_prefilled]
-        return num_tokens + (self._round(decoding) if decoding else 0)
+        return num_tokens + (self._round(decoding, prompts) if decoding else 0)
 
-    def _round(self, requests: Sequence[Request]) -> int:
-        """Draft, verify and commit for `requests`; returns the tokens emitted."""
+    def _round(self, requests: Sequence[Request], prompts: Sequence[_PromptShare]) -> int:
+        """Draft, verify and commit for `requests`, with rows of `prompts` beside; returns the tokens emitted."""
         start = time.perf_counter()
-        depth = None if self.governor is None else self.governor.depth(len(requests))
+        depth = None if self.governor is None or not requests else self.governor.depth(len(requests))
         trees = self._draft(requests, depth)
-        num_tokens = self._advance(requests, trees)
-        if self.drafter is not None and self.tree.adaptive and depth != 0:
+        self.num_prompt_rows += sum(share.num_rows for share in prompts)
+        num_tokens = self._advance(
+            [*requests, *(share.request for share in prompts)],
+            [*trees, *[DraftTree.empty()] * len(prompts)],
+            [*[1] * len(requests), *(share.num_rows for share in prompts)],
+        )
+        if self.drafter is not None and self.tree.adaptive and depth != 0 and requests:
             self.adaptation.learn(requests, trees)
-        if self.governor is not None:
-            seconds = time.perf_counter() - start
+        if self.governor is not None and not prompts and all(map(self._drafts, requests)):
+            seconds = time.perf_counter() - start  # other rounds show nothing of their depth
             self.governor.see(len(requests), depth, tokens=num_tokens, seconds=seconds)
         return num_tokens
+
+    @property
+    def _mixes(self) -> bool:
+        """Whether prompts share the forward of a round: not where all rows are padded to the longest prompt."""
+        return self.target.forward_kind == "kernels" and self.row_width is None
 
     @property
     def num_running(self) -> int:
@@ -337,9 +373,9 @@ class Engine:
                 continue
             request.end("abort")
 
-    def _draft(self, requests: Sequence[Request], depth: int | None = None) -> list[DraftTree]:
+    def _draft(self, requests: Sequence[Request], depth: int | None) -> list[DraftTree]:
         """A tree for each request, at most `depth` deep."""
-        if self.drafter is None or not self.is_drafting or depth == 0:
+        if self.drafter is None or not self.is_drafting or depth == 0 or not requests:
             return [DraftTree.empty()] * len(requests)
         start = time.perf_counter()
         limits = [self._limit(request, depth) for request in requests]
@@ -349,48 +385,42 @@ class Engine:
             )
             if self.adaptation.num_drafted:
                 self._num_draft_faults = 0
-        except Exception as error:
-            if not self.sharing.isolate_faults:
+        except BaseException as error:
+            if not self._isolates(error):
                 raise
             self._go_on_without_drafts(requests, error)
             trees = [DraftTree.empty()] * len(requests)
         self.draft_seconds += time.perf_counter() - start
         return trees
 
-    def _go_on_without_drafts(self, requests: Sequence[Request], error: Exception) -> None:
+    def _go_on_without_drafts(self, requests: Sequence[Request], error: BaseException) -> None:
         """A drafter that raised may have half read the text of any request that it was asked about."""
         self._num_draft_faults += 1
         _log.error("drafting failed, so %d requests go on without drafts", len(requests), exc_info=error)
         for request in requests:
-            self._stop_drafting(request)
+            request.draft = DraftBounds(enabled=False)
+            request.draft_state.clear()
         if not self.is_drafting:
             _log.error(
                 "drafting failed %d times in a row: from now on all requests are decoded plainly", MOST_DRAFT_FAULTS
             )
 
-    def _stop_drafting(self, request: Request) -> None:
-        request.draft = DraftBounds(enabled=False)
-        request.draft_state.clear()
-
-    def _prefill(self) -> int:
-        """Prompts, or the next chunks of them; returns the tokens emitted by those that are through."""
+    def _prompt_shares(self) -> list[_PromptShare]:
+        """Prompts that are not through, and what the next forward takes of them: all, or a chunk beside others."""
         prefilling = [request for request in self._running if not request.is_prefilled]
-        if not prefilling:
-            return 0
         wanted = [len(request.uncached) for request in prefilling]
         others_wait = len(prefilling) < len(self._running)
-        if others_wait and self.sharing.prefill_chunk is not None:
+        if prefilling and others_wait and self.sharing.prefill_chunk is not None:
             wanted = share_rows(wanted, self._rows_of_a_chunk())
-        parts = [(request, num_rows) for request, num_rows in zip(prefilling, wanted, strict=True) if num_rows]
-        requests = [request for request, _ in parts]
-        return self._advance(requests, [DraftTree.empty()] * len(requests), [num_rows for _, num_rows in parts])
+        shares = map(_PromptShare, prefilling, wanted)
+        return [share for share in shares if share.num_rows]
 
     def _rows_of_a_chunk(self) -> int:
         asked = self.sharing.prefill_chunk
         if isinstance(asked, int):
             return asked
         if self._chunk is None:
-            self._chunk = rows_of_a_chunk(self.cost)
+            self._chunk = self.cost.most_rows(CHUNK_STEPS * self.cost.target_milliseconds(1), among=CHUNKS)
         return self._chunk
 
     def _advance(
@@ -405,8 +435,8 @@ class Engine:
         num_rows = [len(request.uncached) for request in requests] if num_rows is None else num_rows
         try:
             logits, states = self._forward(requests, trees, num_rows)
-        except Exception as error:
-            if not self.sharing.isolate_faults:
+        except BaseException as error:
+            if not self._isolates(error):
                 raise
             return self._advance_apart(requests, num_rows, error)
         start = time.perf_counter()
@@ -422,7 +452,7 @@ class Engine:
         self.commit_seconds += time.perf_counter() - verified
         return num_tokens
 
-    def _advance_apart(self, requests: Sequence[Request], num_rows: Sequence[int], error: Exception) -> int:
+    def _advance_apart(self, requests: Sequence[Request], num_rows: Sequence[int], error: BaseException) -> int:
         """A forward that serves several has failed: find out for whom. It wrote to no row of a committed token."""
         if len(requests) == 1:
             self._fail(requests[0], error)
@@ -433,7 +463,11 @@ class Engine:
             for request, count in zip(requests, num_rows, strict=True)
         )
 
-    def _fail(self, request: Request, error: Exception) -> None:
+    def _isolates(self, error: BaseException) -> bool:
+        """Whether `error` is only for the request that it came with. A panic of a library in Rust is no Exception."""
+        return self.sharing.isolate_faults and not isinstance(error, KeyboardInterrupt | SystemExit)
+
+    def _fail(self, request: Request, error: BaseException) -> None:
         """End a request for a fault of ours."""
         _log.error("a request failed", exc_info=error)
         self._finish(request)
@@ -469,12 +503,12 @@ class Engine:
             return list(logits), [None] * len(requests)
         return list(logits), list(output.taps.split([len(group.tokens) for group in groups]))
 
-    def _verify(self, request: Request, tree: DraftTree, logits: torch.Tensor) -> _Kept | Exception:
+    def _verify(self, request: Request, tree: DraftTree, logits: torch.Tensor) -> _Kept | BaseException:
         """What the request's rule keeps of its tree, or, where faults are isolated, what went wrong."""
         try:
             return self._keep(request, tree, logits)
-        except Exception as error:
-            if not self.sharing.isolate_faults:
+        except BaseException as error:
+            if not self._isolates(error):
                 raise
             return error
 
@@ -492,16 +526,17 @@ class Engine:
         return _Kept(path=verdict.path, tokens=tokens, dead_end=dead_end)
 
     def _commit(
-        self, request: Request, tree: DraftTree, kept: _Kept | Exception, num_rows: int, states: torch.Tensor | None
+        self, request: Request, tree: DraftTree, kept: _Kept | BaseException, num_rows: int, states: torch.Tensor | None
     ) -> int:
         """Emit the kept tokens; keep cache rows and states of the accepted path only."""
-        if isinstance(kept, Exception):
+        if isinstance(kept, BaseException):
             self._fail(request, kept)
             return 0
         assert self._cache is not None
         first_column = request.num_cached + num_rows  # of the tree: the one after the root's own
         num_kept = request.emit(kept.tokens) if kept.tokens else 0
         self._record(request, tree, kept.path, kept.tokens[:num_kept])
+        request.is_prefilled = request.is_prefilled or num_kept > 0
         if request.finish_reason is None and kept.dead_end is not None:
             request.end("error", error=kept.dead_end)
         if request.finish_reason is not None:
@@ -521,20 +556,22 @@ class Engine:
             done = RequestRound(
                 request=request, is_first=not request.is_prefilled, tree=tree, path=path, token_ids=token_ids
             )
-            request.is_prefilled = True
             request.speculation.add(done)
             self.rounds.append(done)
 
     def _observe(self, request: Request, states: torch.Tensor | None) -> None:
         """Tell the drafter of new rows of a request that drafts."""
-        if self.drafter is None or not request.draft.enabled:
+        if self.drafter is None or not self._drafts(request):
             return
         try:
             self.drafter.observe(request, states)
-        except Exception as error:
-            if not self.sharing.isolate_faults:
+        except BaseException as error:
+            if not self._isolates(error):
                 raise
             self._go_on_without_drafts([request], error)
+
+    def _drafts(self, request: Request) -> bool:
+        return self.is_drafting and request.draft.enabled
 
     def _limit(self, request: Request, depth: int | None = None) -> DraftLimit:
         assert self._cache is not None
@@ -553,8 +590,7 @@ class Engine:
             self._make_room(())  # requests that came while others ran may need more slots than there were
         admitted: list[Request] = []
         num_rows = 0
-        while self._waiting and self._slots.num_free:
-            request = self._waiting.next(self._running)
+        while self._slots.num_free and (request := self._waiting.next(self._running, self._waits_for_another)):
             num_rows = max(num_rows, len(request.uncached))
             if admitted and num_rows * (abs(self._slots.next_free - admitted[0].slot) + 1) > MAX_PREFILL_ROWS:
                 break
@@ -565,6 +601,14 @@ class Engine:
             admitted.append(request)
             self._running.append(request)
         return admitted
+
+    def _waits_for_another(self, request: Request) -> bool:
+        """Whether the rows of a prompt are just being computed for another request that has the same."""
+        return (
+            self.sharing.reuse_prefixes
+            and len(request.prompt_ids) >= LEAST_AWAITED
+            and any(not other.is_prefilled and other.prompt_ids == request.prompt_ids for other in self._running)
+        )
 
     def _settle(self, request: Request) -> None:
         """Give a request a slot, and the rows of another that begins alike."""
@@ -584,7 +628,7 @@ class Engine:
         is computed again, beside its new successor, and what the drafter has not read is too.
         """
         num_rows = min(num_shared, request.num_tokens - 1)
-        if self.drafter is None or not request.draft.enabled:
+        if not self._drafts(request):
             return num_rows
         if not isinstance(self.drafter, PrefixDrafter):
             return 0
@@ -595,7 +639,7 @@ class Engine:
         if prefix.source.slot != request.slot:
             self._cache.copy(prefix.source.slot, request.slot, prefix.num_tokens)
         request.num_cached = request.num_reused = prefix.num_tokens
-        if request.draft.enabled and isinstance(self.drafter, PrefixDrafter):
+        if self._drafts(request) and isinstance(self.drafter, PrefixDrafter):
             self.drafter.adopt(request, prefix.source, prefix.num_tokens)
 
     def _finish(self, request: Request) -> None:
@@ -643,6 +687,16 @@ class Engine:
         grain = 64 if self.row_width is None else CHUNK
         return -(-num_tokens // grain) * grain
 
+    def _check_memory(self, num_slots: int, num_columns: int) -> None:
+        """Memory is handed out when it is first written to: too little would show in the middle of answers."""
+        needed = self.target.new_cache(num_slots=1, num_columns=1).num_bytes * num_slots * num_columns
+        free = available_bytes(self.target.device)
+        if free is not None and needed > free:
+            raise ValueError(
+                f"{num_slots} requests of {self.max_length} tokens take {needed / 1e9:.3g} GB for keys and values, but "
+                f"{free / 1e9:.3g} GB are free: lower max_requests or max_length"
+            )
+
     def _allocate(self, num_slots: int, num_columns: int) -> None:
         for request in self._slots.kept:
             self._forget(request)
@@ -654,89 +708,6 @@ class Engine:
                 num_slots=num_slots, num_columns=num_columns, tree=self.tree, cost=self._tree_cost, cache=self._cache
             )
             self.drafter.open(room)
-
-    def _choose_rule(self, exactness: str | None, rule: str | None) -> Rule:
-        """The rule that keeps `exactness` with what this engine's drafter proposes."""
-        kinds = ANY_KIND if self.drafter is None else self.drafter.kinds
-        return choose_rule(exactness, rule, kinds=kinds, chain=self.tree.branch == 1)
-
-    def _exactness_of(self, rule: Rule) -> str:
-        return "bitwise" if self._is_bitwise and rule.exactness == "seed" else rule.exactness
-
-    def _rule_for(self, index: int, params: SamplingParams) -> Rule:
-        """The rule that a request asks for; the engine's if it asks for none."""
-        if params.exactness == "bitwise" and not self._is_bitwise:
-            raise ValueError(
-                f"prompt {index} asks for exactness 'bitwise', which every forward of an engine must keep: "
-                "build the engine with exactness='bitwise'"
-            )
-        if params.rule is None and params.exactness in (None, self.exactness, self.rule.exactness):
-            return self.rule
-        return self._choose_rule(params.exactness, params.rule)
-
-    def _create_samples(
-        self,
-        prompt_ids: Sequence[int],
-        rule: Rule,
-        params: SamplingParams,
-        *,
-        draft: DraftBounds | None,
-        owner: str,
-        tag: str,
-    ) -> list[Request]:
-        """The `n` requests of a prompt: one seed, told apart by their sample index."""
-        seed = random_seed() if params.seed is None else params.seed
-        return [
-            Request.create(
-                prompt_ids,
-                params,
-                seed=seed,
-                sample=sample,
-                rule=rule,
-                exactness=self._exactness_of(rule),
-                target=self.target,
-                draft=draft,
-                owner=owner,
-                tag=tag,
-            )
-            for sample in range(params.n)
-        ]
-
-    def _encode(self, index: int, prompt: Prompt) -> list[int]:
-        is_chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        if (is_chat or isinstance(prompt, str)) and self.target.tokenizer is None:
-            raise ValueError(f"prompt {index} is text, and this target was given no tokenizer: give token ids")
-        if isinstance(prompt, str):
-            return encode_text(self.target.tokenizer, prompt)
-        if is_chat:
-            return render_prompt(self.target.tokenizer, cast(Sequence[Message], prompt))
-        try:
-            return token_id_list(prompt)
-        except (TypeError, KeyError) as error:
-            raise ValueError(
-                f"prompt {index} is {prompt!r:.80}: expected a text, a list of chat messages, or token ids"
-            ) from error
-
-    def _check_bounds(self, draft: DraftBounds | None) -> None:
-        for name in ("max_nodes", "max_depth") if draft is not None else ():
-            asked, most = getattr(draft, name), getattr(self.tree, name)
-            if asked is not None and asked > most:
-                raise ValueError(f"draft.{name} is {asked}, but this engine drafts at most {most}: ask for no more")
-
-    def _check(self, index: int, prompt: Sequence[int], params: SamplingParams) -> None:
-        if not len(prompt):
-            raise ValueError(f"prompt {index} is empty: give at least one token")
-        bad = next((token for token in prompt if not 0 <= token < self.target.vocab_size), None)
-        if bad is not None:
-            raise ValueError(
-                f"prompt {index} has token id {bad}: this target has ids 0 to {self.target.vocab_size - 1}"
-            )
-        limit = min(self.max_length or self.target.max_length, self.target.max_length)
-        if len(prompt) + params.max_tokens > limit:
-            raise ValueError(
-                f"prompt {index} has {len(prompt)} tokens and asks for {params.max_tokens} more, "
-                f"but at most {limit} fit: shorten it or lower max_tokens"
-            )
 
 
 def _least(bounds: Sequence[int | None]) -> int:

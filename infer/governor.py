@@ -27,7 +27,11 @@ _TRIALS = (64, 1024)
 """Rounds between trials of a depth that is not the best: before the first trial, and the fewest and the most later."""
 _MARGIN = 1.02
 """Another depth takes over if it makes so many times the tokens: less is noise."""
-_OUTLIER = 4.0
+_LEAST_GAIN = 1.04
+"""A draft must make so many times the tokens of none, since rounds do not show all that it costs."""
+_FAR = 0.93
+"""A depth whose trial made less than this share is tried again much later."""
+_OUTLIER = 2.5
 """A round that took so many times the mean was held up by something else, and counts as that long."""
 
 
@@ -97,13 +101,18 @@ class _Load:
     def _end_trial(self, place: int) -> None:
         self.trial = None
         arm, best = self.arms[place], self.arms[self.best]
+        share = self._worth(place) / self._worth(self.best)
         shortest, longest = _TRIALS
-        if arm.rate > _MARGIN * best.rate:
+        if share > _MARGIN:
             best.wait = best.interval = shortest
             self.best = place
         else:
             arm.wait = arm.interval
-            arm.interval = min(longest, 2 * arm.interval)
+            arm.interval = min(longest, (2 if share > _FAR else 4) * arm.interval)
+
+    def _worth(self, place: int) -> float:
+        rate = self.arms[place].rate
+        return rate if DEPTHS[place] == 0 else rate / _LEAST_GAIN
 
 
 class Governor:

@@ -9,6 +9,7 @@ Shapes: V rows of the LM head.
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -97,6 +98,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._parser_tokenizers: dict[frozenset[int], LLTokenizer] = {}
         self._compiled: OrderedDict[tuple[str, str, frozenset[int]], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # requests are prepared in several threads; two may compile the same text
 
     def constraint(self, params: SamplingParams, *, eos_ids: Collection[int]) -> Constraint | None:
         """The constraint that `params` ask for, None if none; `eos_ids` end the answer.
@@ -107,19 +109,22 @@ class Grammars:
         if params.constraint is None:
             return None
         name, text = params.constraint
-        start = self._start(name, text, frozenset(eos_ids))
+        shared = self._start(name, text, frozenset(eos_ids))
+        with self._lock:  # a parser may be read by one thread at a time
+            start = shared.deep_copy()
         return Constraint(start, name=name, eos_ids=eos_ids, vocab_size=self._vocab_size)
 
     def _start(self, name: str, text: str, eos_ids: frozenset[int]) -> LLMatcher:
-        """The parser before the first token; shared, so never to be advanced."""
+        """The parser before the first token; shared, so only to be copied."""
         key = (name, text, eos_ids)
         start = self._compiled.get(key)
         if start is None:
             start = _compile(name, text, self._parser_tokenizer(name, eos_ids))
+        with self._lock:
             self._compiled[key] = start
+            self._compiled.move_to_end(key)
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
         return start
 
     def _parser_tokenizer(self, name: str, eos_ids: frozenset[int]) -> LLTokenizer:

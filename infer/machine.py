@@ -43,8 +43,10 @@ def load_average() -> float | None:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
-def available_bytes() -> int | None:
-    """Memory that programs could still take; None where the system does not say."""
+def available_bytes(device: torch.device | None = None) -> int | None:
+    """Memory that programs could still take, of the machine or of a GPU; None where the system does not say."""
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -76,8 +76,8 @@ def gumbel(key: int, token_ids: Tensor | int, device: torch.device | str = "cpu"
 
 
 def random_seed() -> int:
-    """A fresh non-negative 63-bit seed, for requests that give none."""
-    return secrets.randbits(63)
+    """A fresh seed for requests that give none, of 53 bits: whatever reads it back from JSON keeps it whole."""
+    return secrets.randbits(53)
 
 
 def _gumbel_from_bits(hashes: Tensor) -> Tensor:

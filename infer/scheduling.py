@@ -11,16 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from infer.cost import CostModel
 from infer.request import Request
 
 LEAST_REUSED = 8
 """Shorter beginnings are computed again: a forward has other rows anyway."""
-
-
-_CHUNKS = tuple(1 << power for power in range(11, 4, -1))
-_CHUNK_STEPS = 5.0
-"""A chunk takes about as long as so many plain steps: what a stream may be held up by a stranger's prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +54,6 @@ class Sharing:
         )
 
 
-def rows_of_a_chunk(cost: CostModel) -> int:
-    """The rows of a prompt that take about as long as a few plain steps."""
-    most = _CHUNK_STEPS * cost.target_milliseconds(1)
-    return next((rows for rows in _CHUNKS if cost.target_milliseconds(rows) <= most), _CHUNKS[-1])
-
-
 class WaitingLine:
     """Requests without a slot. The next is of the owner who has the fewest slots, and of that owner's the oldest.
 
@@ -90,12 +78,15 @@ class WaitingLine:
     def remove(self, request: Request) -> None:
         self._requests.remove(request)
 
-    def next(self, running: Sequence[Request]) -> Request:
-        """Who is next, beside those that run; stays in the line."""
+    def next(
+        self, running: Sequence[Request], is_held: Callable[[Request], bool] = lambda request: False
+    ) -> Request | None:
+        """Who is next, beside those that run and but for those that are held back; stays in the line."""
         num_slots = Counter(request.owner for request in running if request.owner)
+        ready = (request for request in self._requests if not is_held(request))
         if not num_slots:
-            return self._requests[0]
-        return min(self._requests, key=lambda request: num_slots[request.owner])  # the first of equals: the oldest
+            return next(ready, None)
+        return min(ready, key=lambda request: num_slots[request.owner], default=None)  # of equals the first: the oldest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +123,7 @@ class SlotTable:
     @property
     def num_kept_tokens(self) -> int:
         """Tokens whose rows the free slots hold."""
-        return sum(request.num_cached for request in self._kept.values())
+        return sum(request.num_cached for request in self.kept)
 
     @property
     def next_free(self) -> int:

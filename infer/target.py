@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,6 +55,10 @@ _STATEFUL_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "hybrid", 
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 # Largest difference from the stock forward that is still rounding, as a share of the largest logit.
 _SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+_ONE_FORWARD = threading.RLock()
+"""Taps are hooks on modules, which targets, drafters and engines of other threads may share."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -507,7 +512,7 @@ class TargetModel:
         self, rows: PackedRows | FixedRows, logit_rows: Sequence[int] | None, taps: Sequence[int]
     ) -> TargetOutput:
         keep = None if logit_rows is None else torch.tensor(list(logit_rows), device=self.device)
-        with self.tapped(taps) as states:
+        with _ONE_FORWARD, self.tapped(taps) as states:
             arguments: dict[str, Any] = {PACKED_ROWS: rows}
             if self._keep_argument and keep is not None:
                 # The last states of a spread model may be elsewhere; a list need not be where they are.

@@ -24,7 +24,8 @@ from configs.loading import recipe_names
 
 # In the order in which imports may point: each package may use those before it.
 PACKAGES = ("configs", "heads", "infer", "train")
-EXTRAS = {"datasets", "deepspeed", "fastapi", "gguf", "llguidance", "matplotlib", "peft", "uvicorn", "wandb"}
+SERVING = {"fastapi", "httpx", "prometheus_client", "pydantic", "starlette", "uvicorn"}
+EXTRAS = {"datasets", "deepspeed", "gguf", "llguidance", "matplotlib", "peft", "wandb", *SERVING}
 CORE = {"torch", "transformers", "safetensors", "numpy", "yaml", "triton"}
 
 
@@ -74,21 +75,28 @@ def test_extras_are_imported_where_used(repository: Path, package: str) -> None:
         f"{path.relative_to(repository)} imports {name}"
         for path in _sources(repository, package)
         for name in _imported(_module_level(ast.parse(path.read_text(encoding="utf-8"))))
-        if name.split(".")[0] in EXTRAS
+        if name.split(".")[0] in EXTRAS - (SERVING if path.parent.name == "serve" else set())
     ]
     assert offences == []
 
 
 def test_core_imports_only_the_core(repository: Path) -> None:
-    """`heads` and the core of `infer` (all but its commands) import only what computing needs."""
+    """`heads` and the core of `infer` (all but its commands) import only what computing needs; the server also what
+    serving needs. Nothing but the server and the commands imports the server."""
     allowed = CORE | set(PACKAGES) | set(sys.stdlib_module_names)
     paths = [*_sources(repository, "heads"), *_sources(repository, "infer")]
     offences = [
         f"{path.relative_to(repository)} imports {name}"
         for path in paths
-        if path.parent.name != "cli"
+        if path.parent.name not in ("cli", "serve")
         for name in _imported(_module_level(ast.parse(path.read_text(encoding="utf-8"))))
-        if name.split(".")[0] not in allowed
+        if name.split(".")[0] not in allowed or name.startswith("infer.serve")
+    ]
+    offences += [
+        f"{path.relative_to(repository)} imports {name}"
+        for path in _sources(repository, "infer/serve")
+        for name in _imported(_module_level(ast.parse(path.read_text(encoding="utf-8"))))
+        if name.split(".")[0] not in allowed | SERVING
     ]
     assert offences == []
 
@@ -127,7 +135,7 @@ def test_command_interface(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     """Each command explains itself, and the examples it gives are ones that its own parser accepts, of recipes that are
     shipped."""
     with pytest.raises(SystemExit) as stop:
-        headstart.main([name, "--help"])
+        headstart.main([*name.split(), "--help"])
     assert stop.value.code == 0
     assert "example:" in capsys.readouterr().out
 
@@ -141,7 +149,7 @@ def test_command_interface(name: str, capsys: pytest.CaptureFixture[str]) -> Non
         assert recipe in recipe_names() or recipe.endswith(".yaml") or recipe.startswith("--"), recipe
     for words in commands:
         stop_at = next((index for index, word in enumerate(words) if word in ("|", ">", "&&")), len(words))
-        parser.parse_args(words[2:stop_at])
+        parser.parse_args(words[1 + len(name.split()) : stop_at])
 
 
 def _fake_command(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

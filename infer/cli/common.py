@@ -414,15 +414,17 @@ def build_engine(
     max_length: int | None = None,
     adaptive: bool | None = None,
     drafts: bool = False,
+    batch: int | None = None,
 ) -> Engine:
     """An engine over a loaded target, with the tree that arguments, tuning and card ask for. `head` overrides HEAD.
-    `drafts`: draft also where tuning found that nothing pays, since drafts are what the command measures."""
+    `drafts`: draft also where tuning found that nothing pays, since drafts are what the command measures. `batch`: the
+    requests that share a round, for tuned settings (by default as many as there may be)."""
     from infer.engine import load_engine
 
     head = args.head if head is None else head
     if max_requests < 1:
         raise ValueError(f"--batch must be at least 1, got {max_requests}")
-    tuned = tuned_setting(args, target, head, batch=max_requests)
+    tuned = tuned_setting(args, target, head, batch=batch or max_requests)
     saved = {**saved_settings(head), **({} if tuned is None else asdict(tuned.tree))}
     tree = tree_settings(args, saved, adaptive=adaptive)
     rule, hybrid = args.rule, None

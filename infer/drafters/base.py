@@ -139,3 +139,16 @@ class RecordingDrafter(Drafter, Protocol):
     """
 
     records: bool
+
+
+class TextReader:
+    """What drafters share that read a text from its tokens alone, when they are asked for a draft."""
+
+    def observe(self, request: Request, states: torch.Tensor | None) -> None:
+        pass
+
+    def num_kept(self, request: Request) -> int:
+        return request.num_tokens
+
+    def adopt(self, request: Request, source: Request, num_tokens: int) -> None:
+        pass

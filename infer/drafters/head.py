@@ -38,7 +38,9 @@ from infer.request import Request
 from infer.rows import GrowingRows, PackedRows, RowGroup
 
 _MOST_PENDING = 512
-"""States of a prompt that wait to be read; more are read at once, so that a long one is not held in states."""
+"""States of a text that wait to be read; more are read at once, so that no long text is held in states."""
+_MOST_PIECES = 32
+"""Pieces in which they wait; more are joined, for each keeps the states of all requests of its round alive."""
 
 
 @dataclass
@@ -47,6 +49,15 @@ class _Memory:
 
     pending: list[torch.Tensor] = field(default_factory=list)
     num_rows: int = 0
+
+    @property
+    def num_pending(self) -> int:
+        return sum(map(len, self.pending))
+
+    def add(self, states: torch.Tensor) -> None:
+        self.pending.append(states)
+        if len(self.pending) > _MOST_PIECES:
+            self.pending = [torch.cat(self.pending)]
 
 
 class HeadStepper(ABC):
@@ -72,17 +83,22 @@ class HeadStepper(ABC):
     def observe(self, request: Request, states: torch.Tensor | None) -> None:
         assert states is not None
         memory = self.memory(request)
-        memory.pending.append(states)
-        if not request.is_prefilled and sum(map(len, memory.pending)) >= _MOST_PENDING:
+        memory.add(states)
+        if memory.num_pending >= _MOST_PENDING:
             self._read(request)
 
     def num_kept(self, request: Request) -> int:
-        return self.memory(request).num_rows
+        """Rows that were read, and those whose states wait."""
+        memory = self.memory(request)
+        return memory.num_rows + memory.num_pending
 
     def adopt(self, request: Request, source: Request, num_tokens: int) -> None:
+        memory, theirs = self.memory(request), self.memory(source)
+        memory.num_rows = min(num_tokens, theirs.num_rows)
         if self._cache is not None and source.slot != request.slot:
-            self._cache.copy(source.slot, request.slot, num_tokens)
-        self.memory(request).num_rows = num_tokens
+            self._cache.copy(source.slot, request.slot, memory.num_rows)
+        if memory.num_rows < num_tokens:
+            memory.add(torch.cat(theirs.pending)[: num_tokens - memory.num_rows])
 
     def close(self, request: Request) -> None:
         request.draft_state.pop(self.name, None)
@@ -126,7 +142,7 @@ class HeadStepper(ABC):
             memory = self.memory(request)
             assert memory.pending, "a request is asked for a draft once after each commit"
             taps.extend(memory.pending)
-            num_new = sum(len(states) for states in memory.pending)
+            num_new = memory.num_pending
             tokens = request.tokens_from(memory.num_rows + 1)[:num_new]  # a prompt may go on behind them
             assert len(tokens) == num_new, f"{num_new} states for {len(tokens)} tokens"
             groups.append(RowGroup(slot=request.slot, prefix=memory.num_rows, tokens=tokens))

@@ -106,19 +106,18 @@ class ModelStepper:
         return ModelRound(self, self.read(requests))
 
     def num_kept(self, request: Request) -> int:
-        """What the model's cache holds; nothing of a text that outgrew it."""
-        if self.shares_cache:
-            return request.num_cached
-        memory = self.memory(request)
-        return 0 if memory.start else memory.num_rows
+        """All of it: what the model has not read of a text, it can."""
+        return request.num_tokens
 
     def adopt(self, request: Request, source: Request, num_tokens: int) -> None:
         if self.shares_cache:
             return
         assert self._cache is not None
+        theirs = self.memory(source)
+        num_rows = min(num_tokens, 0 if theirs.start else theirs.num_rows)  # a text that outgrew the model begins anew
         if source.slot != request.slot:
-            self._cache.copy(source.slot, request.slot, num_tokens)
-        self.memory(request).num_rows = num_tokens
+            self._cache.copy(source.slot, request.slot, num_rows)
+        self.memory(request).num_rows = num_rows
 
     def close(self, request: Request) -> None:
         request.draft_state.pop(self.name, None)

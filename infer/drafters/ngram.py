@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from infer.drafters.base import DraftLimit, Room, TreeSettings
+from infer.drafters.base import DraftLimit, Room, TextReader, TreeSettings
 from infer.growth import TreeBuilder
 from infer.request import Request
 from infer.tree import ROOT, DraftTree, OneHot
@@ -74,7 +72,7 @@ class _History:
         return right / (right + wrong)
 
 
-class NgramDrafter:
+class NgramDrafter(TextReader):
     """See the module."""
 
     kinds: tuple[KindType, ...] = (OneHot,)
@@ -88,18 +86,8 @@ class NgramDrafter:
     def open(self, room: Room) -> None:
         self._tree = room.tree
 
-    def observe(self, request: Request, states: torch.Tensor | None) -> None:
-        """The text is read when a draft is asked for."""
-
     def propose(self, requests: Sequence[Request], limits: Sequence[DraftLimit]) -> list[DraftTree]:
         return [self._propose(request, limit) for request, limit in zip(requests, limits, strict=True)]
-
-    def num_kept(self, request: Request) -> int:
-        """All of it: a text is read from its tokens."""
-        return request.num_tokens
-
-    def adopt(self, request: Request, source: Request, num_tokens: int) -> None:
-        pass
 
     def close(self, request: Request) -> None:
         request.draft_state.pop(self.name, None)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
-from infer.drafters.base import DraftLimit, Room
+from infer.drafters.base import DraftLimit, Room, TextReader
 from infer.request import Request
 from infer.tree import Coupled, DraftTree, GreedySet, OneHot, Sampled
 from infer.verify import KindType
@@ -18,7 +16,7 @@ from infer.verify import KindType
 Script = Callable[[Request, DraftLimit], DraftTree]
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(TextReader):
     """Asks `script(request, limit)` for every tree, which may be of any of `kinds`.
 
     `taps` may be given to have states collected all the same.
@@ -42,18 +40,8 @@ class ScriptedDrafter:
     def open(self, room: Room) -> None:
         pass
 
-    def observe(self, request: Request, states: torch.Tensor | None) -> None:
-        pass
-
     def propose(self, requests: Sequence[Request], limits: Sequence[DraftLimit]) -> list[DraftTree]:
         return [self.script(request, limit) for request, limit in zip(requests, limits, strict=True)]
-
-    def num_kept(self, request: Request) -> int:
-        """All of it: a text is read from its tokens."""
-        return request.num_tokens
-
-    def adopt(self, request: Request, source: Request, num_tokens: int) -> None:
-        pass
 
     def close(self, request: Request) -> None:
         pass

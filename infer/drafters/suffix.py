@@ -23,9 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from infer.drafters.base import DraftLimit, Room, TreeSettings
+from infer.drafters.base import DraftLimit, Room, TextReader, TreeSettings
 from infer.growth import TreeBuilder
 from infer.request import Request
 from infer.tree import ROOT, DraftTree, OneHot
@@ -284,7 +283,7 @@ class _History:
         self.tail.append(token)
 
 
-class SuffixDrafter:
+class SuffixDrafter(TextReader):
     """See the module. `corpus`: token sequences that every request may continue from, such as earlier answers that all
     may see."""
 
@@ -300,18 +299,8 @@ class SuffixDrafter:
     def open(self, room: Room) -> None:
         self._tree = room.tree
 
-    def observe(self, request: Request, states: torch.Tensor | None) -> None:
-        """The text is read when a draft is asked for."""
-
     def propose(self, requests: Sequence[Request], limits: Sequence[DraftLimit]) -> list[DraftTree]:
         return [self._propose(self._read(request), limit) for request, limit in zip(requests, limits, strict=True)]
-
-    def num_kept(self, request: Request) -> int:
-        """All of it: a text is read from its tokens."""
-        return request.num_tokens
-
-    def adopt(self, request: Request, source: Request, num_tokens: int) -> None:
-        pass
 
     def close(self, request: Request) -> None:
         request.draft_state.pop(self.name, None)

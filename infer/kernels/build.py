@@ -38,7 +38,7 @@ def library(name: str = "cpu") -> ctypes.CDLL | None:
     torch)."""
     if os.environ.get(OFF) == "0" or not cpu_flags().issuperset(_NEEDED[name]):
         return None
-    compiler, openmp = _compiler(), _torch_openmp()
+    compiler, openmp = _compiler(), torch_openmp()
     if compiler is None or openmp is None:
         return None
     try:
@@ -74,7 +74,7 @@ def _compiler() -> str | None:
     return shutil.which(os.environ.get("CXX") or "g++")
 
 
-def _torch_openmp() -> Path | None:
+def torch_openmp() -> Path | None:
     """torch's own OpenMP library. Linked to it, the kernels run on torch's threads instead of a second set."""
     found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     return found[0] if found else None

@@ -12,7 +12,8 @@ from infer.cost import CONTEXT, WIDTHS, CostModel, measure_table, save_cost
 from infer.drafters.base import Drafter, Room, TreeSettings
 from infer.drafters.head import HeadDrafter, RecurrentStepper
 from infer.drafters.hybrid import parts_of
-from infer.engine import Engine, Prompt
+from infer.engine import Engine
+from infer.intake import Prompt
 from infer.machine import dtype_name, machine_facts
 from infer.profile.floors import Speeds, measure_bandwidth, measure_matmuls, measure_multiplication
 from infer.profile.forwards import FixedCost, ForwardCost, measure_fixed, measure_forwards

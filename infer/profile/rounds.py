@@ -15,7 +15,8 @@ from itertools import cycle, islice
 from infer.drafters.growing import TreeGrower
 from infer.drafters.hybrid import parts_of
 from infer.drafters.stepper import Stepper
-from infer.engine import Engine, Prompt
+from infer.engine import Engine
+from infer.intake import Prompt
 from infer.profile.drafts import DraftRows, draft_work
 from infer.profile.floors import Floor, ForwardWork, Speeds, Work, measure_bandwidth
 from infer.profile.watch import BEGIN, PARTS, STEPS, TARGET, Round, Watch

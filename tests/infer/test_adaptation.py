@@ -134,7 +134,7 @@ def test_the_load_enters_by_the_batch(target):
         )
         requests = engine.submit([PROMPT] * batch, sampling(max_tokens=12))
         engine.step()
-        sizes[batch] = sum(map(len, engine._draft(requests))) / batch
+        sizes[batch] = sum(map(len, engine._draft(requests, None))) / batch
     assert sizes[8] < sizes[1]
 
 

@@ -11,9 +11,11 @@ import pytest
 
 from infer.async_engine import AsyncEngine, Draining, QueueFull, Step, Ticket
 from infer.drafters import NgramDrafter, TreeSettings
+from infer.drafters.spec import head_drafter
 from infer.engine import Engine
 from infer.request import DraftBounds, Request
 from infer.target import TargetModel
+from tests.head_families import tiny_head
 from tests.infer.helpers import plain, plain_ids, sampling
 from tests.toy_tokenizer import toy_tokenizer
 
@@ -284,9 +286,86 @@ def test_a_caller_whose_loop_is_gone_does_not_stop_the_engine(target):
     asyncio.run(leave())
 
     async def work() -> None:
+        while engine.status().num_free_slots < 3:  # the slot of whom nobody listens to is freed, not decoded to its end
+            await asyncio.sleep(0.001)
+        assert len(left[0]._samples[0].request.output_ids) < 190
         (done,) = await engine.generate([5, 6], sampling())
         assert done.token_ids == plain_ids(target, [5, 6], sampling())
         await engine.close(drain_seconds=None)
         assert engine.status().num_waiting == 0
+
+    run(work())
+
+
+def test_a_step_that_fails_after_it_has_committed_still_ends_every_call(target):
+    """What its rounds emitted had not been told yet: the last update brings it."""
+
+    async def work() -> None:
+        inner = engine_of(target)
+        step, steps = inner.step, []
+
+        def fails_late() -> int:
+            num_tokens = step()
+            steps.append(num_tokens)
+            if len(steps) == 3:
+                raise RuntimeError("after the commit")
+            return num_tokens
+
+        inner.step = fails_late
+        async with AsyncEngine(inner) as engine:
+            (done,) = await engine.generate([5, 6, 7], sampling())
+            assert (done.finish_reason, done.is_fault) == ("error", True)
+            assert len(done.token_ids) == sum(steps)
+            assert engine.status().num_waiting == 0
+
+    run(work())
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, which is no Exception."""
+
+
+@pytest.mark.parametrize("where", ["keep", "prepare", "step"])
+def test_a_panic_of_a_library_leaves_nobody_waiting(where, target):
+    inner = engine_of(target)
+    call = getattr(inner, {"keep": "_keep", "prepare": "prepare", "step": "_round"}[where])
+    bad = sampling(seed=13)
+
+    def panics(*given: Any, **options: Any) -> Any:
+        if where == "step" or bad in given or getattr(given[0], "params", None) == bad:
+            raise Panic("rust")
+        return call(*given, **options)
+
+    setattr(inner, {"keep": "_keep", "prepare": "prepare", "step": "_round"}[where], panics)
+
+    async def work() -> None:
+        async with AsyncEngine(inner) as engine:
+            calls = [engine.generate([5, 6, 7], params) for params in (sampling(), bad)]
+            good, failed = await asyncio.gather(*calls, return_exceptions=True)
+            if where == "prepare":
+                assert isinstance(failed, RuntimeError)
+            else:
+                assert failed[0].is_fault
+            if where != "step":
+                assert good[0].token_ids == plain_ids(target, [5, 6, 7], sampling())
+            assert engine.status().num_waiting == 0
+
+    run(work())
+
+
+@pytest.mark.parametrize("case", ["heads", "grammars"])
+def test_two_engines_over_one_target_do_not_meet(case, target):
+    """Hooks that tap states must not collect those of another thread's forward, and a parser is read by one thread at a
+    time."""
+    made = {"heads": lambda: head_drafter(tiny_head("eagle3", target), target), "grammars": lambda: None}[case]
+    extra = {"heads": {}, "grammars": {"regex": "[a-z]{4,15}"}}[case]
+    jobs = [([5, 6, 7, 10 + index], sampling(0.9, seed=index, max_tokens=20, **extra)) for index in range(12)]
+
+    async def work() -> None:
+        async with AsyncEngine(engine_of(target, made())) as one, AsyncEngine(engine_of(target, made())) as other:
+            answers = await asyncio.gather(*(each.generate(*job) for job in jobs for each in (one, other)))
+        assert {answer.error for (answer,) in answers} == {None}
+        expected = [plain_ids(target, *job) for job in jobs for _ in range(2)]
+        assert [answer.token_ids for (answer,) in answers] == expected
 
     run(work())

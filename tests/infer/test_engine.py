@@ -244,9 +244,9 @@ def test_adaptive_trees_follow_the_cost_table(target):
         engine = Engine(target, ScriptedDrafter(script), tree=TreeSettings(max_depth=4), cost=cost)
         original = engine._advance
 
-        def advance(requests, trees, seen=seen, original=original):
+        def advance(requests, trees, num_rows, seen=seen, original=original):
             seen.extend(len(tree) for tree in trees)
-            return original(requests, trees)
+            return original(requests, trees, num_rows)
 
         engine._advance = advance
         assert engine.generate([PROMPTS[0]], params)[0].token_ids == expected

@@ -9,6 +9,7 @@ import pytest
 from infer.drafters import NgramDrafter, TreeSettings
 from infer.engine import Engine
 from infer.governor import DEPTHS, Governor
+from infer.request import DraftBounds
 from infer.scheduling import Sharing
 from infer.target import TargetModel
 from tests.infer.helpers import plain_ids, sampling
@@ -69,3 +70,17 @@ def test_no_token_follows_from_the_clock(tiny_model):
     engine = Engine(target, NgramDrafter(), sharing=Sharing(follow_clock=True), tree=TreeSettings(adaptive=False))
     answers = [one.token_ids for _ in range(3) for one in engine.generate(prompts, params)]
     assert answers == [plain_ids(target, prompt, params) for prompt in prompts] * 3
+
+
+def test_rounds_of_requests_that_do_not_draft_say_nothing(tiny_model):
+    """Plain requests between drafted ones must not make drafting look as slow, or as fast, as theirs."""
+    target = TargetModel.wrap(tiny_model("llama"))
+    engine = Engine(target, NgramDrafter(), sharing=Sharing(follow_clock=True))
+    seen = []
+    engine.governor.see = lambda *args, **_: seen.append(args)
+    engine.enqueue(engine.prepare([5, 6, 7] * 3, sampling(), draft=DraftBounds(enabled=False)))
+    while engine.num_running or engine.num_waiting:
+        engine.step()
+    assert seen == []
+    engine.generate([[5, 6, 7] * 3], sampling())
+    assert seen

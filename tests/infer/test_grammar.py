@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from infer import grammar
 from infer.drafters import NgramDrafter, ScriptedDrafter, TreeSettings
 from infer.engine import Engine
 from infer.grammar import Constraint, Grammars
@@ -274,11 +275,15 @@ def test_a_dead_end_is_told(grammars):
         made.allowed(ids(made.allowed([])))
 
 
-def test_compiled_constraints_are_shared_and_bounded(tokenizer):
+def test_compiled_constraints_are_shared_and_bounded(tokenizer, monkeypatch):
     """The same text is compiled once; old ones go, and requests that hold them go on."""
     grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE)
+    compile_text, texts = grammar._compile, []
+    monkeypatch.setattr(grammar, "_compile", lambda *args: (texts.append(args[1]), compile_text(*args))[1])
     first = constraint(grammars, "digits")
-    assert constraint(grammars, "digits")._start is first._start
+    second = constraint(grammars, "digits")
+    assert len(texts) == 1
+    assert second._start is not first._start  # each request reads a copy of its own
     for number in range(70):
         constraint(grammars, {"regex": f"a{number}"})
     assert len(grammars._compiled) == 64

@@ -323,7 +323,7 @@ def test_the_engine_fits_trees_to_what_was_spent(target, spent_milliseconds, num
     engine = Engine(target, drafter, tree=TreeSettings(), cost=COST)
     engine.submit([PROMPTS[0]], sampling())
     engine.step()
-    (kept,) = engine._draft(engine._running)
+    (kept,) = engine._draft(engine._running, None)
     assert len(kept) == num_kept
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,16 +134,18 @@ def test_the_draft_after_a_taken_over_prefix_is_that_of_a_fresh_prefill(target):
         logits = []
         for each, request in pairs:
             each._admit()
-            each._prefill()
+            each._round((), each._prompt_shares())
             logits.append(each.drafter.stepper.next_logits(request))
         torch.testing.assert_close(logits[0], logits[1], atol=1e-5, rtol=1e-5)
         engine.abort()
 
 
+@pytest.mark.parametrize("mixes", [False, True], ids=["apart", "mixed"])
 @every_drafter
-def test_chunks_do_not_change_an_answer(name, target):
-    """A long prompt, prefilled in shares of 7 rows while another decodes, and long ones of which the head reads parts
-    early."""
+def test_chunks_do_not_change_an_answer(name, mixes, target, monkeypatch):
+    """A long prompt, prefilled in shares of 7 rows while another decodes, in forwards of its own and in the round's;
+    long ones, too, of which the head reads parts early."""
+    monkeypatch.setattr(Engine, "_mixes", mixes)
     params = sampling(0.8, max_tokens=20)
     prompts = [[4, 5, 6], list(range(3, 45)) * 2, [9, 9, 8, 7] * 9]
     expected = [alone(target, DRAFTERS[name](target), prompt, params) for prompt in prompts]
@@ -153,11 +156,45 @@ def test_chunks_do_not_change_an_answer(name, target):
     num_rows = []
     while engine.num_running or engine.num_waiting:
         engine.step()
-        if first.finish_reason is None:
-            num_rows.append(engine.num_prompt_rows)
-    assert max(num_rows) <= 7
+        num_rows.append(engine.num_prompt_rows)
+        assert first.finish_reason is not None or num_rows[-1] <= 7
+    assert sum(num_rows) == sum(map(len, prompts[1:]))
     for request, answer in zip([first, *others], expected, strict=True):
         same(request, answer)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "model", "hybrid"])
+def test_samples_of_a_prompt_compute_it_once(name, target):
+    """The first is prefilled, the others take its rows over; each says what it says alone."""
+    params = sampling(0.9, n=3, max_tokens=12)
+    expected = Engine(target, DRAFTERS[name](target), max_length=MAX_LENGTH, tree=TREE).generate([SHARED], params)
+    engine = serving_engine(target, DRAFTERS[name](target))
+    requests = engine.submit([SHARED], params)
+    run(engine)
+    for request, answer in zip(requests, expected, strict=True):
+        same(request, answer)
+    assert [request.num_reused for request in requests] == [0, 39, 39]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa", "model", "ngram"])
+def test_rows_of_a_request_that_does_not_draft_are_of_use_to_one_that_does(name, target):
+    """A load at which nothing is drafted must not cost the beginnings: states that wait are handed on."""
+    params = sampling(max_tokens=20)
+    expected = alone(target, DRAFTERS[name](target), [*SHARED, 40], params)
+    engine = serving_engine(target, DRAFTERS[name](target))
+    engine.share(replace(engine.sharing, follow_clock=True))
+    engine.governor.depth = lambda num_requests: 0
+    engine.governor.see = lambda *_, **__: None
+    (first,) = engine.submit([[*SHARED, 22, 23]], sampling(max_tokens=60))
+    for _ in range(50):
+        engine.step()
+    assert first.speculation.num_drafts == 0
+    engine.share(replace(engine.sharing, follow_clock=False))
+    (second,) = engine.submit([[*SHARED, 40]], params)
+    run(engine)
+    same(second, expected)
+    assert second.num_reused == 39
+    assert tuple(first.output_ids) == plain_ids(target, first.prompt_ids, first.params)
 
 
 def test_a_long_prompt_stops_nobody(target):
@@ -374,6 +411,15 @@ def test_adaptive_trees_get_narrower_with_load(target):
         return sum(one.num_nodes for one in engine.rounds if not one.is_first) / num_requests
 
     assert nodes(1) > nodes(8) > nodes(24)
+
+
+def test_slots_that_memory_cannot_hold_are_refused_at_once(target, monkeypatch):
+    monkeypatch.setattr("infer.engine.available_bytes", lambda device: 1000)
+    engine = Engine(target, max_requests=64, max_length=128)
+    with pytest.raises(ValueError, match=r"64 requests of 128 tokens take .* GB .* lower max_requests"):
+        engine.reserve()
+    with pytest.raises(ValueError, match="max_length"):
+        Engine(target).reserve()
 
 
 _ONE = DraftTree.empty().kind

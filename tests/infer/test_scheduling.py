@@ -47,6 +47,9 @@ def test_who_was_put_first_is_next_among_equals():
     again = request()
     line.put_first(again)
     assert line.next([]) is again
+    assert line.next([], is_held=lambda request: request is again) is not again
+    assert line.next([], is_held=lambda request: True) is None
+    assert WaitingLine().next([]) is None
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 import torch
 
 from infer import threads
 from infer.cli.common import thread_count
+from infer.kernels.build import torch_openmp
 from infer.target import TargetModel
 
 
@@ -51,3 +53,23 @@ def test_the_option() -> None:
     for text in ("0", "-1", "many", "1.5"):
         with pytest.raises(argparse.ArgumentTypeError, match="is no number of threads: give 1 or more, or auto"):
             thread_count(text)
+
+
+@pytest.mark.skipif(
+    torch_openmp() is None or not Path("/proc/self/task").is_dir(), reason="needs GNU's OpenMP on Linux"
+)
+def test_workers_that_are_let_go_come_back() -> None:
+    """The thread computes as before, in parallel; in between it has no workers."""
+    torch.set_num_threads(2)
+    rows = torch.randn(2048, 512)
+    expected = (rows * 2).sum()
+    busy = _num_threads()
+    threads.release_workers()
+    threads.release_workers()
+    assert _num_threads() == busy - 1
+    assert (rows * 2).sum() == expected
+    assert _num_threads() == busy
+
+
+def _num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))

@@ -9,26 +9,20 @@ rejected or lost.
 
 from __future__ import annotations
 
-import netrc
 import os
-import socket
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlparse
 
 from configs.schema import TrackingConfig
+from infer.wandb_service import has_key, is_reachable, quiet_settings, service_url
 from train.reports.evaluation import Evaluation
 from train.reports.metrics import METRICS_FILE, finite
 from train.reports.wandb_figures import figures_of, head_artifact
 
 STEP_NAME = "global_step"
-INIT_TIMEOUT_SECONDS = 15
 FINISH_TIMEOUT_SECONDS = 300
 """A service that was lost on the way must not keep a finished run from ending; `wandb sync` uploads what is left."""
-PROBE_SECONDS = 2.0
-WANDB_URL = "https://api.wandb.ai"
 
 Notice = Callable[[str], None]
 
@@ -159,11 +153,9 @@ def open_tracker(
 def _start(
     settings: TrackingConfig, *, mode: str, folder: Path, name: str, config: Mapping[str, Any], run_id: str | None
 ) -> Any:
-    os.environ.setdefault("WANDB_SILENT", "true")
+    os.environ.setdefault("WANDB_SILENT", "true")  # before it is imported
     import wandb
 
-    limits: dict[str, Any] = {"finish_timeout": FINISH_TIMEOUT_SECONDS, "finish_timeout_raises": True}
-    known = getattr(wandb.Settings, "model_fields", {})  # older versions know no such limit
     return wandb.init(
         mode=mode,  # type: ignore[arg-type]
         dir=str(folder),
@@ -176,12 +168,7 @@ def _start(
         resume="allow" if run_id else None,
         config=dict(config),
         reinit="finish_previous",
-        settings=wandb.Settings(
-            init_timeout=INIT_TIMEOUT_SECONDS,
-            console="off",
-            silent=True,
-            **{name: value for name, value in limits.items() if name in known},
-        ),
+        settings=quiet_settings(wandb, finish_timeout=FINISH_TIMEOUT_SECONDS, finish_timeout_raises=True),
     )
 
 
@@ -202,40 +189,7 @@ def _mode(settings: TrackingConfig, notice: Notice) -> str:
                 "once"
             )
         return "offline"
-    if settings.wandb != "required" and not reachable(service_url()):
+    if settings.wandb != "required" and not is_reachable(service_url()):
         notice(f"{service_url()} cannot be reached: wandb records offline (upload later with `wandb sync`)")
         return "offline"
     return "online"
-
-
-def has_key() -> bool:
-    """Whether wandb could go online without asking."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return netrc.netrc().authenticators(urlparse(service_url()).hostname or "") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-def service_url() -> str:
-    return os.environ.get("WANDB_BASE_URL") or WANDB_URL
-
-
-def reachable(url: str, *, seconds: float = PROBE_SECONDS) -> bool:
-    """Whether something listens there. Behind a proxy that cannot be told from here, and is taken for true."""
-    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return True
-    parts = urlparse(url)
-    port = parts.port or (80 if parts.scheme == "http" else 443)
-    found = threading.Event()
-
-    def probe() -> None:
-        try:
-            socket.create_connection((parts.hostname or "", port), timeout=seconds).close()
-        except OSError:
-            return
-        found.set()
-
-    threading.Thread(target=probe, daemon=True).start()  # looking up a name heeds no timeout
-    return found.wait(seconds)

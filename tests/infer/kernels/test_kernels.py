@@ -332,7 +332,7 @@ def test_a_broken_file_in_the_cache_is_made_anew(monkeypatch, tmp_path) -> None:
     source = tmp_path / "small.cpp"
     source.write_text('extern "C" __attribute__((visibility("default"))) int seven() { return 7; }')
     monkeypatch.setattr(build, "cache_folder", lambda: tmp_path)
-    compiler, openmp = build._compiler(), build._torch_openmp()
+    compiler, openmp = build._compiler(), build.torch_openmp()
     path = build._compiled(source, compiler, openmp)
     path.write_bytes(b"no library")
     assert build._loaded(source, compiler, openmp).seven() == 7
