@@ -263,7 +263,8 @@ class AsyncEngine:
 
         Raises ValueError for what cannot be served, QueueFull, and Draining.
         """
-        assert self._thread is not None, "the engine has not been started"
+        if self._thread is None:
+            raise ValueError("the engine has not been started: use `async with AsyncEngine(...)`, or call start()")
         self._check_open(params.n)
         self._count(params.n)
         try:

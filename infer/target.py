@@ -34,6 +34,7 @@ from infer.fingerprint import fingerprint_of, vocabulary_hash
 from infer.fixed import FixedRows, forwards
 from infer.fuse import WAYS, FusedModules, available_way
 from infer.grammar import Grammars
+from infer.kernels.build import has_kernels
 from infer.kernels.paths import has_kernel
 from infer.machine import available_bytes
 from infer.placement import (
@@ -132,10 +133,11 @@ class TargetModel:
     ) -> TargetModel:
         """Load a target from a local folder or a Hub name.
 
-        `dtype`: float32, bfloat16, float16, or auto, which on a CPU measures whether bfloat16 or float32 is faster
-        here and elsewhere takes bfloat16. `device`: a torch device, or auto for a GPU if there is one. `adapter`: a
-        LoRA adapter's folder, or that of a head which was trained along with its target (`Adapter.of_head`); it is
-        merged in. `quantization`, `device_map`, `offload_folder`: for what does not fit (`infer.placement`).
+        `dtype`: float32, bfloat16, float16, or auto, which is bfloat16, but for CPUs without kernels for it: there the
+        faster of bfloat16 and float32 is measured. `device`: a torch device, or auto for a GPU if there is one.
+        `adapter`: a LoRA adapter's folder, or that of a head which was trained along with its target
+        (`Adapter.of_head`); it is merged in. `quantization`, `device_map`, `offload_folder`: for what does not fit
+        (`infer.placement`).
         `takes_relatives`: heads of another version of this target (with its sizes and tokens) may draft for it.
         `forward`: how modules are computed (`infer.fuse`), or auto for the fastest way that this machine has. Raises
         ValueError with the reason if the model cannot be decoded exactly.
@@ -180,7 +182,8 @@ class TargetModel:
             )
             return model if arguments else model.to(device)
 
-        if dtype == "auto" and not is_placed and not is_rounded and torch.device(device).type == "cpu":
+        is_settled = is_placed or is_rounded or torch.device(device).type != "cpu"
+        if dtype == "auto" and not is_settled and (forward == "eager" or not has_kernels(torch.bfloat16)):
             # Each is read anew: casting a loaded model would round its weights and its rotary frequencies, and it
             # would no longer be the target that its dtype's name stands for.
             model = min(map(read, (torch.float32, torch.bfloat16)), key=_forward_seconds)

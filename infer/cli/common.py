@@ -49,7 +49,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, head_required: bool
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16"),
-        help="precision; auto takes what is faster here. Answers are exactly plain decoding's in float32",
+        help="precision; auto is bfloat16, but for CPUs without kernels for it, where the faster of it and float32 is "
+        "measured. Answers are exactly plain decoding's in float32",
     )
 
 

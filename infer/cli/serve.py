@@ -316,7 +316,7 @@ def _name_of(args: argparse.Namespace, target: TargetModel) -> str:
 
 def _engine_line(engine: Engine) -> str:
     drafter = "no drafts" if engine.drafter is None else f"drafts by {engine.drafter.name}"
-    bounds = f"{engine.max_requests} answers at once, of {engine.max_length} tokens at most, prompts included"
+    bounds = f"at most {engine.max_requests} at a time, each of {engine.max_length} tokens at most, prompt included"
     return f"{drafter}, exactness {engine.exactness}; {bounds}"
 
 

@@ -100,9 +100,8 @@ def resolve_target(head: str | Path, target: str | Path | None) -> str | Path:
         return target
     folders = [spec.argument for spec in parse_spec(head) if spec.kind == FOLDER]
     if not folders:
-        raise ValueError(
-            f"{str(head)!r} belongs to no target: give one with --target or target= (a folder or Hub name)"
-        )
+        named = "no target is named" if str(head) == NO_DRAFT else f"{str(head)!r} belongs to no target"
+        raise ValueError(f"{named}: give one with --target (target= in Python), a folder or Hub name")
     name = read_card(folders[0]).target.name
     local = MODELS_FOLDER / name
     return local if local.is_dir() else name

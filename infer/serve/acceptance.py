@@ -352,12 +352,12 @@ def watch_of(head: str, engine: Engine, *, notice: Callable[[str], None]) -> Dri
     cards = head_cards(head)
     figures = figures_of(cards[0].acceptance) if cards else []
     if len(cards) != 1 or specs[0].kind != FOLDER:
-        reason = "drafts do not come from one trained head first"
+        reason = "it needs a trained head, alone or first of those joined, and its card"
     elif cards[0].target.fingerprint != engine.target.fingerprint:
         reason = "the head's card is about another version of the target"
     elif not figures:
         reason = "the head's card has no figures (`headstart train` writes them)"
     if reason is not None:
-        notice(f"no alarm on falling acceptance: {reason}")
+        notice(f"no alarm if acceptance falls: {reason}")
         return None
     return DriftWatch(figures=figures, adaptive=engine.tree.adaptive)

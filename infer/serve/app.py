@@ -106,6 +106,7 @@ class Service:
         self._recent = Recent() if metrics is None else metrics.recent
         self._created = int(time.time())
         self._began = time.monotonic()
+        self._is_row_invariant = engine.engine.target.is_row_invariant  # found out before the engine's thread computes
         for listener in (metrics or self._recent, acceptance):
             if listener is not None:
                 engine.add_listener(listener)
@@ -222,6 +223,7 @@ class Service:
                 "max_depth": engine.tree.max_depth,
                 "dtype": dtype_name(engine.target.dtype),
                 "lossless": engine.exactness != "lossy",
+                "row_invariant": self._is_row_invariant,
                 "dead": has_died,
             },
         }

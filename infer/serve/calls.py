@@ -108,4 +108,4 @@ def check(completion: Completion) -> None:
             raise ApiError.internal()
         raise ApiError(completion.error or "no token can be drawn", code="no_token_left")
     if completion.finish_reason == "abort":  # a client that goes away reads no answer: it was the server
-        raise ApiError.draining()
+        raise ApiError.cut_off()

@@ -83,11 +83,20 @@ class ApiError(Exception):
         )
 
     @classmethod
+    def cut_off(cls) -> ApiError:
+        return cls(
+            "the answer was cut off: the server is shutting down, and the time for what was under way is over",
+            status=503,
+            code="draining",
+            headers={"retry-after": "5"},
+        )
+
+    @classmethod
     def timeout(cls, seconds: float) -> ApiError:
         """Clients that repeat what failed would only wait as long again: they are told not to."""
         return cls(
-            f"the answer was not complete after {seconds:g} s, the longest that this server gives a request: "
-            "ask for fewer tokens",
+            f"the answer was not complete after {seconds:g} s, waiting included, the longest that this server gives a "
+            "request: ask for fewer tokens, or when it is less busy",
             status=504,
             code="timeout",
             headers={"x-should-retry": "false"},

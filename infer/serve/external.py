@@ -165,7 +165,9 @@ def check_own(args: argparse.Namespace) -> None:
     }
     names = [name for name, value in given.items() if value]
     if names:
-        raise ValueError(f"{' and '.join(names)} belong to another engine: give --engine {' or '.join(ENGINES)} too")
+        raise ValueError(
+            f"{' and '.join(names)}: for another engine alone, so give --engine {' or '.join(ENGINES)} too"
+        )
 
 
 def serve(args: argparse.Namespace, place: Place) -> int:

@@ -172,6 +172,11 @@ def test_what_cannot_be_served_is_refused_and_leaves_no_trace(target):
     run(work())
 
 
+def test_an_engine_that_was_not_started_says_so(target):
+    with pytest.raises(ValueError, match="async with AsyncEngine"):
+        run(AsyncEngine(engine_of(target)).generate([5, 6], sampling()))
+
+
 def test_draining_answers_what_is_at_hand_and_takes_no_more(target):
     async def work() -> None:
         engine = AsyncEngine(engine_of(target, max_requests=1))

@@ -284,12 +284,21 @@ def test_auto_loads_the_very_model_that_its_choice_names(dtype, tiny_model, tmp_
     model.save_pretrained(tmp_path)
     seconds = {torch.float32: 2.0, torch.bfloat16: 1.0 if dtype == "bfloat16" else 3.0}
     monkeypatch.setattr("infer.target._forward_seconds", lambda model: seconds[model.dtype])
+    monkeypatch.setattr("infer.target.has_kernels", lambda dtype: False)
     auto, named = (TargetModel.load(tmp_path, dtype=each, tokenizer=object()).model for each in ("auto", dtype))
     assert auto.dtype == named.dtype == getattr(torch, dtype)
     tensors = dict(named.named_parameters()) | dict(named.named_buffers())
     for name, tensor in (*auto.named_parameters(), *auto.named_buffers()):
         assert tensor.dtype == tensors[name].dtype, name
         assert torch.equal(tensor, tensors[name]), name
+
+
+def test_auto_is_one_dtype_where_kernels_run(tiny_model, tmp_path, monkeypatch):
+    """Measured beside other work it was now this, now that, and a server's answers changed with a restart."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr("infer.target._forward_seconds", lambda model: pytest.fail("nothing is to be measured"))
+    monkeypatch.setattr("infer.target.has_kernels", lambda dtype: dtype == torch.bfloat16)
+    assert TargetModel.load(tmp_path, tokenizer=object()).dtype == torch.bfloat16
 
 
 def test_an_unknown_device_is_named(tmp_path):

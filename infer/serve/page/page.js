@@ -2,7 +2,7 @@
 // Text of the model goes into the document as text only. Nothing is fetched but from the server itself.
 "use strict";
 
-function exactnessOf({ exactness, dtype, lossless }) {
+function exactnessOf({ exactness, dtype, lossless, row_invariant: rowInvariant }) {
   const kind = dtype || "this precision";
   if (lossless === false || exactness === "lossy")
     return {
@@ -19,6 +19,11 @@ function exactnessOf({ exactness, dtype, lossless }) {
     return {
       short: "Same distribution",
       long: "Answers follow the model’s distribution exactly. They are not plain decoding’s for the same seed.",
+    };
+  if (rowInvariant)
+    return {
+      short: "Seed-exact",
+      long: `The same tokens as plain decoding for the same seed, in ${kind} too: no token’s bits depend on its neighbours.`,
     };
   if (dtype && dtype !== "float32")
     return {
@@ -43,6 +48,7 @@ async function loadModel() {
   byId("exactness").replaceChildren(short, element("span", {}, served.dtype && !warn ? `, ${served.dtype}` : ""));
   byId("exactness").classList.toggle("warn", Boolean(warn));
   byId("exactness-note").textContent = long;
+  byId("pitch").hidden = !hasDrafter();
   byId("draft").disabled = !hasDrafter();
   byId("draft-fields").disabled = !hasDrafter();
   for (const [id, most] of [

@@ -611,7 +611,7 @@ def test_a_card_without_figures(folders: Folders, tmp_path: Path) -> None:
     log.close()
     assert log.snapshot()["drift"] is None
     (notice,) = notices
-    assert "no alarm on falling acceptance: the head's card has no figures" in notice
+    assert "no alarm if acceptance falls: the head's card has no figures" in notice
     update_card(folders.head, acceptance=CARD)
     try:
         log = acceptance.open_log(engine, str(folders.head), notice=notices.append)
@@ -621,7 +621,7 @@ def test_a_card_without_figures(folders: Folders, tmp_path: Path) -> None:
         update_card(folders.head, acceptance={})
 
 
-@pytest.mark.parametrize(("head", "reason"), [("ngram", "one trained head first"), ("none", None)])
+@pytest.mark.parametrize(("head", "reason"), [("ngram", "it needs a trained head"), ("none", None)])
 def test_heads_without_a_card(head: str, reason: str | None, folders: Folders) -> None:
     """A lookup has no card; plain decoding has nothing to fall."""
     notices: list[str] = []

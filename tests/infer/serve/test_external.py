@@ -317,7 +317,7 @@ def test_several_keys_or_names(folders: Folders) -> None:
 def test_options_without_an_engine(folders: Folders) -> None:
     """--dry-run without --engine would start headstart's own server, which nobody who writes it wants."""
     external.check_own(parsed(str(folders.head)))
-    with pytest.raises(ValueError, match=r"--dry-run belong to another engine: give --engine vllm or sglang too"):
+    with pytest.raises(ValueError, match=r"--dry-run: for another engine alone, so give --engine vllm or sglang too"):
         external.check_own(parsed(str(folders.head), "--dry-run"))
 
 

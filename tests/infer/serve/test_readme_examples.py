@@ -18,7 +18,7 @@ from tests.infer.helpers import Folders, write_folders
 from tests.infer.serve.serving import Running, served, toy_engine, toy_target
 
 BEGIN, END = "<!-- serving examples", "<!-- end of serving examples -->"
-HEAD, ADDRESS, MODEL = "runs/best/best", "http://127.0.0.1:8000", "smollm2-135m"
+HEAD, ADDRESS, MODEL = "runs/demo/best", "http://127.0.0.1:8000", "smollm2-135m"
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMANDS = {"serve": serve, "chat": chat, "bench serve": bench_serve}
 
