@@ -23,14 +23,14 @@ _TRIAL_ROUNDS = 6
 _TRIAL_MEMORY = 0.25
 """What a trial leaves of its depth's sums before it, which may be long out of date."""
 _FIRST_TRIAL = 8
-_TRIALS = (64, 1024)
+_TRIALS = (64, 1 << 15)
 """Rounds between trials of a depth that is not the best: before the first trial, and the fewest and the most later."""
+_TRIAL_SHARE = 0.005
+"""Of a load's time, what trials of a depth may lose: they begin with the reading of all that the drafter has missed."""
 _MARGIN = 1.02
 """Another depth takes over if it makes so many times the tokens: less is noise."""
-_LEAST_GAIN = 1.04
+_LEAST_GAIN = 1.06
 """A draft must make so many times the tokens of none, since rounds do not show all that it costs."""
-_FAR = 0.93
-"""A depth whose trial made less than this share is tried again much later."""
 _OUTLIER = 2.5
 """A round that took so many times the mean was held up by something else, and counts as that long."""
 
@@ -66,12 +66,15 @@ class _Arm:
 
 @dataclass
 class _Load:
-    """The depths at one load, the one that is kept, and the one on trial with the rounds that it has left."""
+    """The depths at one load, the one that is kept, and the one on trial with the rounds that it has left and what all
+    its rounds have made and taken."""
 
     best: int
     arms: list[_Arm] = field(default_factory=lambda: [_Arm() for _ in DEPTHS])
     trial: int | None = None
     rounds_left: int = 0
+    trial_tokens: int = 0
+    trial_seconds: float = 0.0
 
     @property
     def choice(self) -> int:
@@ -84,6 +87,8 @@ class _Load:
             return
         if self.rounds_left <= _TRIAL_ROUNDS:
             self.arms[place].see(tokens, seconds)
+        self.trial_tokens += tokens
+        self.trial_seconds += seconds
         self.rounds_left -= 1
         if not self.rounds_left:
             self._end_trial(place)
@@ -96,19 +101,20 @@ class _Load:
             arm.wait -= 1
             if arm.wait <= 0 and self.trial is None:
                 self.trial, self.rounds_left = place, _TRIAL_ROUNDS + 1
+                self.trial_tokens, self.trial_seconds = 0, 0.0
                 arm.fade(_TRIAL_MEMORY)
 
     def _end_trial(self, place: int) -> None:
         self.trial = None
         arm, best = self.arms[place], self.arms[self.best]
-        share = self._worth(place) / self._worth(self.best)
         shortest, longest = _TRIALS
-        if share > _MARGIN:
+        if self._worth(place) > _MARGIN * self._worth(self.best):
             best.wait = best.interval = shortest
             self.best = place
         else:
-            arm.wait = arm.interval
-            arm.interval = min(longest, (2 if share > _FAR else 4) * arm.interval)
+            lost = self.trial_seconds - self.trial_tokens / best.rate
+            arm.wait = min(longest, max(arm.interval, round(lost / (_TRIAL_SHARE * best.seconds / best.weight))))
+            arm.interval = min(longest, 2 * arm.interval)
 
     def _worth(self, place: int) -> float:
         rate = self.arms[place].rate
