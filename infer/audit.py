@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import importlib.metadata
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +34,7 @@ from infer.drafters import NO_DRAFT, Drafter, adapter_of, head_folder, load_draf
 from infer.drafters.base import TreeSettings
 from infer.engine import Engine
 from infer.evaluate import EvalPrompt
-from infer.machine import machine_facts
+from infer.machine import headstart_version, machine_facts
 from infer.proof.certificate import Certificate, Check
 from infer.proof.equality import DEEP, TREE16, TREE32, TREES, Evidence, Tally, gather, interleave
 from infer.proof.faults import FAULTS
@@ -479,7 +478,7 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "dtype": "float32 and bfloat16",
         "device": str(subject.target.device),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "headstart": _version(),
+        "headstart": headstart_version(),
         "machine": machine_facts(),
         "settings": {**asdict(subject.settings), "num_prompts": len(subject.prompts)},
     }
@@ -494,11 +493,3 @@ def _head_facts(head: str | Path) -> dict[str, Any]:
         return {"head": name, "head_sha256": None}
     weights = present_folder(folder) / WEIGHTS_FILE
     return {"head": name, "head_sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
-
-
-def _version() -> str | None:
-    """None where headstart runs from a source tree that was not installed."""
-    try:
-        return importlib.metadata.version("headstart")
-    except importlib.metadata.PackageNotFoundError:
-        return None

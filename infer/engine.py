@@ -312,8 +312,8 @@ class Engine:
 
     @property
     def _mixes(self) -> bool:
-        """Whether prompts share the forward of a round: not where all rows are padded to the longest prompt."""
-        return self.target.forward_kind == "kernels" and self.row_width is None
+        """Whether prompts share the forward of a round: not where all are padded to the longest."""
+        return not self.target.pads_rows and self.row_width is None
 
     @property
     def num_running(self) -> int:
@@ -702,7 +702,7 @@ class Engine:
             self._forget(request)
         self._cache = None  # the old one goes before the new one comes
         self._cache = self.target.new_cache(num_slots=num_slots, num_columns=num_columns)
-        self._slots = SlotTable(num_slots, lowest_first=self.target.forward_kind != "kernels")
+        self._slots = SlotTable(num_slots, lowest_first=self.target.pads_rows)
         if self.drafter is not None:
             room = Room(
                 num_slots=num_slots, num_columns=num_columns, tree=self.tree, cost=self._tree_cost, cache=self._cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import tempfile
@@ -31,6 +32,14 @@ def machine_facts() -> dict[str, Any]:
         "amx_bf16": "amx_bf16" in flags,
         "load": load_average(),
     }
+
+
+def headstart_version() -> str | None:
+    """None where headstart runs from a source tree that was not installed."""
+    try:
+        return importlib.metadata.version("headstart")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -313,6 +313,12 @@ class TargetModel:
     def _uses_softcap(self) -> bool:
         return getattr(self.config, "attn_logit_softcapping", None) is not None
 
+    @property
+    def pads_rows(self) -> bool:
+        """Whether a forward computes every slot between the first and the last of its groups, each as many rows as the
+        longest has. On kernels each row's attention is computed by itself."""
+        return not self._attends_by_kernel
+
     @cached_property
     def is_row_invariant(self) -> bool:
         """Whether a row's logits are the same, to the last bit, whatever else is in its forward: then plain decoding

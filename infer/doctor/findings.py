@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from infer.json_values import for_json
 
 
 class Verdict(StrEnum):
@@ -35,17 +36,8 @@ class Finding:
             "verdict": str(self.verdict),
             "finding": self.finding,
             "advice": self.advice,
-            "figures": _for_json(self.figures),
+            "figures": for_json(self.figures),
         }
-
-
-def _for_json(value: Any) -> Any:
-    """Plain values, with None for numbers that JSON has not."""
-    if isinstance(value, Mapping):
-        return {str(key): _for_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_for_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ A client that goes away cancels its call, streamed or not. Nothing of a prompt i
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import math
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from starlette.responses import Response
 
 from infer.async_engine import AsyncEngine
 from infer.engine import Engine
-from infer.machine import dtype_name
+from infer.machine import dtype_name, headstart_version
 from infer.serve import errors, openapi
 from infer.serve.acceptance import AcceptanceLog
 from infer.serve.answers import Answer
@@ -57,7 +56,7 @@ def create_app(
     `/acceptance`; both listen to the engine from now on."""
     app = FastAPI(
         title="headstart",
-        version=version(),
+        version=_version(),
         description="Lossless speculative decoding behind OpenAI's API.",
         docs_url=None,
         redoc_url=None,
@@ -139,7 +138,7 @@ class Service:
         return json_response({"status": state}, status=200 if state == "ok" else 503)
 
     async def version(self) -> Response:
-        return json_response({"version": version()})
+        return json_response({"version": _version()})
 
     async def status(self) -> Response:
         engine, recent = self._engine.engine, self._recent
@@ -229,6 +228,10 @@ class Service:
         }
 
 
+def _version() -> str:
+    return headstart_version() or "0+source"
+
+
 def _drafter_name(engine: Engine) -> str:
     return "none" if engine.drafter is None else engine.drafter.name
 
@@ -239,10 +242,3 @@ def _plain_speed(engine: Engine) -> float | None:
     if engine.drafter is None or not engine.tree.adaptive or engine.max_length is None:
         return None
     return 1000.0 / engine.cost.at(batch=1).target_milliseconds(1)
-
-
-def version() -> str:
-    try:
-        return importlib.metadata.version("headstart")
-    except importlib.metadata.PackageNotFoundError:  # a source tree that was never installed
-        return "0+source"

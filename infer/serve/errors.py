@@ -75,21 +75,17 @@ class ApiError(Exception):
 
     @classmethod
     def draining(cls) -> ApiError:
-        return cls(
-            "the server is shutting down and takes no new requests",
-            status=503,
-            code="draining",
-            headers={"retry-after": "5"},
-        )
+        return cls._closing("the server is shutting down and takes no new requests")
 
     @classmethod
     def cut_off(cls) -> ApiError:
-        return cls(
-            "the answer was cut off: the server is shutting down, and the time for what was under way is over",
-            status=503,
-            code="draining",
-            headers={"retry-after": "5"},
+        return cls._closing(
+            "the answer was cut off: the server is shutting down, and the time for what was under way is over"
         )
+
+    @classmethod
+    def _closing(cls, message: str) -> ApiError:
+        return cls(message, status=503, code="draining", headers={"retry-after": "5"})
 
     @classmethod
     def timeout(cls, seconds: float) -> ApiError:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from infer.json_values import for_json
 from infer.serve.load import LoadResult, TimedAnswer
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class ServeReport:
 
     def to_dict(self) -> dict[str, Any]:
         """For --json; NaN, which is no JSON, becomes null."""
-        return {**_plain_values(asdict(self)), "definitions": list(DEFINITIONS)}
+        return {**for_json(asdict(self)), "definitions": list(DEFINITIONS)}
 
     @property
     def errors(self) -> dict[str, int]:
@@ -229,16 +230,6 @@ def _speculation(answers: Sequence[TimedAnswer]) -> tuple[float | None, float | 
     )
     share = num_drafts / num_rounds if num_rounds else None
     return share, 1 + num_accepted / num_drafts if num_drafts else None
-
-
-def _plain_values(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain_values(one) for name, one in value.items()}
-    if hasattr(value, "_asdict"):
-        return _plain_values(value._asdict())
-    if isinstance(value, list | tuple):
-        return [_plain_values(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plot(report: ServeReport, path: Path) -> None:

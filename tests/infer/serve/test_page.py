@@ -613,14 +613,14 @@ def test_the_state_of_the_server_is_shown(page, server, address):
     """How many run and wait; draining; and an unreachable server, by words as well as by colour."""
     assert page.inner_text("#connection") == "Ready"
     server.num_running, server.num_waiting = 3, 2
-    page.evaluate("checkStatus()")
-    assert page.inner_text("#connection") == "3 running, 2 waiting"
+    page.evaluate("checkStatus()")  # a look of the page's own, begun before, may still bring the old state
+    page.wait_for_function("byId('connection').innerText === '3 running, 2 waiting'")
     server.is_draining = True
     page.evaluate("checkStatus()")
-    assert page.inner_text("#connection").startswith("Draining")
+    page.wait_for_function("byId('connection').innerText.startsWith('Draining')")
     page.route("**/status", lambda route: route.abort())
     page.evaluate("checkStatus()")
-    assert page.inner_text("#connection") == "Not reachable"
+    page.wait_for_function("byId('connection').innerText === 'Not reachable'")
 
 
 @pytest.mark.parametrize("width", [320, 390, 768, 1024, 1600])
