@@ -24,7 +24,7 @@ from configs.loading import recipe_names
 
 # In the order in which imports may point: each package may use those before it.
 PACKAGES = ("configs", "heads", "infer", "train")
-SERVING = {"fastapi", "httpx", "prometheus_client", "pydantic", "starlette", "uvicorn"}
+SERVING = {"fastapi", "httpx", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"}
 EXTRAS = {"datasets", "deepspeed", "gguf", "llguidance", "matplotlib", "peft", "wandb", *SERVING}
 CORE = {"torch", "transformers", "safetensors", "numpy", "yaml", "triton"}
 
@@ -97,6 +97,19 @@ def test_core_imports_only_the_core(repository: Path) -> None:
         for path in _sources(repository, "infer/serve")
         for name in _imported(_module_level(ast.parse(path.read_text(encoding="utf-8"))))
         if name.split(".")[0] not in allowed | SERVING
+    ]
+    assert offences == []
+
+
+def test_triton_is_imported_by_its_kernels_alone(repository: Path) -> None:
+    """And they are imported where they run: without Triton every other module must load."""
+    offences = [
+        f"{path.relative_to(repository)} imports {name}"
+        for package in ("heads", "infer")
+        for path in _sources(repository, package)
+        if not path.stem.endswith("_triton")
+        for name in _imported(_module_level(ast.parse(path.read_text(encoding="utf-8"))))
+        if name.split(".")[0] == "triton" or name.endswith("_triton")
     ]
     assert offences == []
 

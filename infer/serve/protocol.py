@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic_core import PydanticKnownError
 
 from infer.serve.settings import MAX_TOP_LOGPROBS
 
@@ -17,6 +18,22 @@ _SEEDS = 1 << 63
 _MAX_ID = (1 << 31) - 1
 
 
+def _bool(value: Any) -> bool:
+    """To Python, and so to a literal, 0 is False and 1 is True; to a client they are not."""
+    if not isinstance(value, bool):
+        raise PydanticKnownError("bool_type")
+    return value
+
+
+def _int(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+OnlyTrue = Annotated[Literal[True], BeforeValidator(_bool)]
+OnlyFalse = Annotated[Literal[False], BeforeValidator(_bool)]
+OnlyOne = Annotated[Literal[1], BeforeValidator(_int)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_ID)]
 # Lists may be long: the first mistake in one is enough.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -24,6 +41,7 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 Count = Annotated[int, Field(ge=1, le=_MAX_ID)]
 Name = Annotated[str, StringConstraints(max_length=256)]
 DecimalKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
+Biases = Annotated[dict[DecimalKey, float], Field(json_schema_extra={"additionalProperties": False})]
 
 
 class _Model(BaseModel):
@@ -48,7 +66,7 @@ class FunctionCall(_Model):
 class ToolCall(_Model):
     id: str | None = None
     index: int | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     function: FunctionCall
 
 
@@ -121,7 +139,7 @@ class SamplingFields(_Model):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0)
     no_repeat_ngram_size: int | None = Field(default=None, ge=0, le=_MAX_ID)
-    logit_bias: dict[DecimalKey, float] | None = None
+    logit_bias: Biases | None = None
     bad_words: Texts | None = None
 
     max_tokens: Count | None = None
@@ -147,13 +165,13 @@ class SamplingFields(_Model):
     )
 
     # Fields that do nothing with the only value that they may have.
-    store: Literal[False] | None = None
+    store: OnlyFalse | None = None
     service_tier: Literal["auto", "default"] | None = None
-    best_of: Literal[1] | None = None
-    use_beam_search: Literal[False] | None = None
-    skip_special_tokens: Literal[True] | None = None
-    spaces_between_special_tokens: Literal[True] | None = None
-    include_stop_str_in_output: Literal[False] | None = None
+    best_of: OnlyOne | None = None
+    use_beam_search: OnlyFalse | None = None
+    skip_special_tokens: OnlyTrue | None = None
+    spaces_between_special_tokens: OnlyTrue | None = None
+    include_stop_str_in_output: OnlyFalse | None = None
 
 
 class ChatRequest(SamplingFields):
@@ -163,7 +181,7 @@ class ChatRequest(SamplingFields):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: OnlyTrue | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None

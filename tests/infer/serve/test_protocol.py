@@ -106,6 +106,14 @@ def test_fields_without_effect_are_taken_with_their_one_value(preparer: Preparer
     assert chat_call(preparer, **NO_EFFECT).prompts == chat_call(preparer).prompts
 
 
+@pytest.mark.parametrize(("field", "value"), [("store", "0"), ("skip_special_tokens", "1.0"), ("best_of", "true")])
+def test_numbers_are_no_truth_values(field: str, value: str) -> None:
+    """Though to Python the one equals the other."""
+    with pytest.raises(ApiError, match=rf"{field} must be") as refused:
+        parse(CompletionRequest, f'{{"prompt": "a", "{field}": {value}}}'.encode(), Limits())
+    assert refused.value.param == field
+
+
 def test_null_is_like_absent(preparer: Preparer) -> None:
     """Clients send null for what was not set, also for fields that this server does not know."""
     names = {*ChatRequest.model_fields, "nobody_knows_this"} - {"messages"}
