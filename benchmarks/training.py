@@ -39,6 +39,7 @@ import heads.unroll
 import train.unroll
 from configs.loading import load_config
 from configs.schema import RunConfig
+from heads.transfer import sent
 from heads.unroll import Batch
 from infer.chat import Rendered
 from infer.machine import dtype_name, machine_facts
@@ -231,6 +232,7 @@ class Bench:
 
     def _head_flops(self, batch: Batch, plan: Sequence[torch.Tensor]) -> tuple[float, float]:
         """(all of the layers forward and backward, attention alone)"""
+        plan = [sent(rows, self.target.device) for rows in plan]
         with Recording(heads.unroll, "attend_sequence") as asked, FlopCounterMode(display=False) as counter:
             with self.autocast():
                 states = [step.states for step in self.head.unroll(batch, plan)]

@@ -386,6 +386,9 @@ class TrainSettings:
     """Share of the rows that go on from one unrolled step to the next, drawn at random; below 1 steps cost less."""
     dtype: ComputeDType = "auto"
     """Precision of the head's matmuls under autocast; its weights and the loss stay in float32."""
+    overlap: bool | None = None
+    """Compute the target's features of the next pass while the head trains on this one, on a GPU on a stream of its
+    own; null for where that saves time (a GPU that holds the whole target). Not a number changes."""
     feature_cache: bool = True
     """Keep the target's features in a folder beside the runs after their first use, within `feature_cache_gb`."""
     feature_cache_gb: float = 8.0

@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from heads.layers import Attend
 from heads.rope import target_rope
+from heads.transfer import sent
 from heads.unroll import Batch, UnrolledAttention, UnrolledStep
 from heads.vocab import DraftVocabulary, VocabularyProvenance
 
@@ -232,8 +233,9 @@ class DraftHead(nn.Module, ABC):
     def unroll(
         self, batch: Batch, plan: Sequence[torch.Tensor], generators: Sequence[torch.Generator] | None = None
     ) -> Iterator[UnrolledStep]:
-        """What the head answers at the planned rows [Q] of each step, over the text's true tokens. `generators`: one
-        for each sequence of the batch, for what is random in training."""
+        """What the head answers at the planned rows [Q] of each step, over the text's true tokens. A plan in CPU memory
+        spares waiting for the device. `generators`: one for each sequence of the batch, for what is random in training.
+        """
 
     def _names_of(self, tensors: Sequence[torch.Tensor]) -> list[str]:
         return [name for name, parameter in self.named_parameters() if any(parameter is one for one in tensors)]
@@ -281,14 +283,16 @@ class RecurrentHead(DraftHead):
         self, batch: Batch, plan: Sequence[torch.Tensor], generators: Sequence[torch.Generator] | None = None
     ) -> Iterator[UnrolledStep]:
         positions = batch.positions
-        attention = UnrolledAttention(batch.lengths, plan[0])
+        host_plan = [rows.cpu() for rows in plan]
+        plan = [sent(rows, batch.token_ids.device) for rows in plan]
+        attention = UnrolledAttention(batch.lengths, plan[0], host_plan[0])
         states = self.fuse(self.training_taps(batch, generators))
         for step, rows in enumerate(plan):
             if step == 0:
                 states = self(batch.following, states, positions, attention, rows=rows)
             else:
                 kept = torch.searchsorted(plan[step - 1], rows)
-                attention.keep(kept)
+                attention.keep(kept, host_plan[step])
                 states = self(batch.token_ids[rows + 1 + step], states[kept], positions[rows] + step, attention)
             inputs, weight = self.outputs(states, step)
             yield UnrolledStep(states=inputs, weight=weight, auxiliary=self.auxiliary_loss(states, batch, rows, step))
@@ -324,7 +328,9 @@ class PathHead(DraftHead):
     def unroll(
         self, batch: Batch, plan: Sequence[torch.Tensor], generators: Sequence[torch.Generator] | None = None
     ) -> Iterator[UnrolledStep]:
-        attention = UnrolledAttention(batch.lengths, plan[0])
+        host_rows = plan[0].cpu()
+        plan = [sent(rows, batch.token_ids.device) for rows in plan]
+        attention = UnrolledAttention(batch.lengths, plan[0], host_rows)
         roots = self.roots(batch.taps, batch.following, batch.positions, attention, rows=plan[0])
         for step, rows in enumerate(plan):
             path = torch.stack([batch.token_ids[rows + 1 + i] for i in range(step + 1)], dim=-1)

@@ -18,8 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from heads.transfer import sent
+
 QUERY_MULTIPLE, CONTEXT_MULTIPLE = 16, 32
 """What numbers of rows are rounded up to in the attention of one sequence."""
+MOST_PADDING = 2
+"""Products of padded sequences side by side may be so many times those of the sequences one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,8 +57,7 @@ class Batch:
     @property
     def positions(self) -> torch.Tensor:
         """[R]: each row's place in its own sequence."""
-        device = self.token_ids.device
-        return torch.cat([torch.arange(length, device=device) for length in self.lengths])
+        return sent(torch.cat([torch.arange(length) for length in self.lengths]), self.token_ids.device)
 
     @property
     def following(self) -> torch.Tensor:
@@ -79,18 +82,28 @@ class UnrolledStep:
 
 
 class UnrolledAttention:
-    """An `Attend` (`heads.layers`): the first call lays down the context, later ones add a diagonal step."""
+    """An `Attend` (`heads.layers`): the first call lays down the context, later ones add a diagonal step.
 
-    def __init__(self, lengths: Sequence[int], rows: torch.Tensor) -> None:
-        """`lengths` of the packed sequences; `rows` [Q] ascending indices of the context rows that are queries."""
+    Sequences are attended one by one on a CPU, whose time is that of the arithmetic, and side by side in one padded
+    product on a GPU (`together`), whose time is that of the launches.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], rows: torch.Tensor, host_rows: torch.Tensor, *, together: bool | None = None
+    ) -> None:
+        """`lengths` of the packed sequences; `rows` [Q] ascending indices of the context rows that are queries, and the
+        same in CPU memory, by which the sequences are cut. `together`: None for what the device is good at."""
         self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         self._rows = rows
+        self._bounds = self._cut(host_rows)
         self._context: tuple[torch.Tensor, torch.Tensor] | None = None
         self._diagonal: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._together = rows.device.type != "cpu" if together is None else together
 
-    def keep(self, kept: torch.Tensor) -> None:
-        """Go on with some of the query rows: `kept` indexes into the present ones."""
+    def keep(self, kept: torch.Tensor, host_rows: torch.Tensor) -> None:
+        """Go on with some of the query rows: `kept` indexes into the present ones, `host_rows` are they."""
         self._rows = self._rows[kept]
+        self._bounds = self._cut(host_rows)
         self._diagonal = [(key[kept], value[kept]) for key, value in self._diagonal]
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -105,9 +118,12 @@ class UnrolledAttention:
             diagonal_value = torch.stack([value for _, value in self._diagonal], dim=1)
         else:
             diagonal_key = diagonal_value = query.new_zeros(query.shape[0], 0, *context_key.shape[1:])
-        bounds = torch.searchsorted(self._rows, torch.tensor(self._starts, device=self._rows.device)).tolist()
+        if self._together and (padding := _Padding.of(self._starts, self._bounds)) is not None:
+            return _attend_together(
+                query, context_key, context_value, diagonal_key, diagonal_value, self._rows, padding
+            )
         num_rows, outputs = len(context_key), []
-        for index, (first, last) in enumerate(itertools.pairwise(bounds)):
+        for index, (first, last) in enumerate(itertools.pairwise(self._bounds)):
             if first == last:
                 continue
             asking = _window(first, last, QUERY_MULTIPLE, len(query))
@@ -123,6 +139,84 @@ class UnrolledAttention:
             )
             outputs.append(attended[first - asking.start : last - asking.start])
         return torch.cat(outputs) if outputs else torch.zeros_like(query)
+
+    def _cut(self, host_rows: torch.Tensor) -> list[int]:
+        """Where each sequence's queries begin, and the last one's end."""
+        bounds: list[int] = torch.searchsorted(host_rows, torch.tensor(self._starts)).tolist()
+        return bounds
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Padding:
+    """Sequences side by side, N of those that have queries, in CPU memory: each query's row and each context row among
+    all, the last ones again and again [N, Qmax] and [N, Tmax]; where the real queries then lie [Q]; and the context row
+    at which each sequence starts [N]."""
+
+    queries: torch.Tensor
+    context: torch.Tensor
+    back: torch.Tensor
+    starts: torch.Tensor
+
+    @classmethod
+    def of(cls, starts: Sequence[int], bounds: Sequence[int]) -> _Padding | None:
+        """None where padding would cost more arithmetic than it saves launches."""
+        spans = [
+            (first, last, starts[index], starts[index + 1])
+            for index, (first, last) in enumerate(itertools.pairwise(bounds))
+            if first < last
+        ]
+        if len(spans) < 2:
+            return None
+        first, last, begin, end = torch.tensor(spans).unbind(1)
+        num_queries, num_rows = int((last - first).max()), int((end - begin).max())
+        if len(spans) * num_queries * num_rows > MOST_PADDING * int(((last - first) * (end - begin)).sum()):
+            return None
+        places = torch.arange(num_queries)
+        return cls(
+            queries=torch.minimum(first[:, None] + places, last[:, None] - 1),
+            context=torch.minimum(begin[:, None] + torch.arange(num_rows), end[:, None] - 1),
+            back=(places < (last - first)[:, None]).flatten().nonzero().flatten(),
+            starts=begin,
+        )
+
+
+def _attend_together(
+    query: torch.Tensor,
+    context_key: torch.Tensor,
+    context_value: torch.Tensor,
+    diagonal_key: torch.Tensor,
+    diagonal_value: torch.Tensor,
+    rows: torch.Tensor,
+    padding: _Padding,
+) -> torch.Tensor:
+    """All sequences as `attend_sequence` attends to one: query [Q, Hq, D] and diagonal [Q, S, Hkv, D] of the queries,
+    context [R, Hkv, D], rows [Q] of the context -> [Q, Hq, D]."""
+    num_sequences, num_queries = padding.queries.shape
+    length = padding.context.shape[1]
+    (_, num_heads, head_dim), num_kv_heads = query.shape, context_key.shape[1]
+    asked, seen, back, starts = (
+        sent(one, query.device)
+        for one in (padding.queries.flatten(), padding.context.flatten(), padding.back, padding.starts)
+    )
+    positions = rows[asked].view(num_sequences, num_queries) - starts[:, None]
+    keys = context_key[seen].view(num_sequences, length, num_kv_heads, head_dim)
+    values = context_value[seen].view(num_sequences, length, num_kv_heads, -1)
+    own_keys, own_values = (
+        one[asked].unflatten(0, (num_sequences, num_queries)) for one in (diagonal_key, diagonal_value)
+    )  # [N, Q, S, Hkv, D]
+    folded = query[asked].view(num_sequences, num_queries, num_kv_heads, -1, head_dim).transpose(1, 2)
+    scaled = (folded * head_dim**-0.5).reshape(num_sequences, num_kv_heads, -1, head_dim)  # [N, Hkv, Q*G, D]
+    grouped = scaled.view(num_sequences, num_kv_heads, num_queries, -1, head_dim)  # [N, Hkv, Q, G, D]
+    scores = (scaled @ keys.permute(0, 2, 3, 1)).view(num_sequences, num_kv_heads, num_queries, -1, length)
+    hidden = torch.arange(length, device=query.device) > positions[..., None]  # [N, Q, T]; padding lies behind all
+    bias = torch.zeros_like(hidden, dtype=scores.dtype).masked_fill_(hidden, torch.finfo(scores.dtype).min)
+    scores = scores + bias[:, None, :, None, :]
+    own = grouped @ own_keys.permute(0, 3, 1, 4, 2)  # [N, Hkv, Q, G, S]
+    weights = torch.cat([scores, own], dim=-1).softmax(dim=-1)
+    attended = weights[..., :length].reshape(num_sequences, num_kv_heads, -1, length) @ values.transpose(1, 2)
+    attended = attended.view_as(grouped) + weights[..., length:] @ own_values.permute(0, 3, 1, 2, 4)
+    gathered: torch.Tensor = attended.transpose(1, 2).reshape(-1, num_heads, head_dim)[back]
+    return gathered
 
 
 def _window(first: int, last: int, multiple: int, size: int) -> slice:

@@ -13,19 +13,22 @@ a head's LM head reads, C draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from configs.schema import LossName as LossName
+from heads.transfer import sent
 from train.objectives import favour_likeliest, pace_weights, row_gradient, target_probabilities
 
 ROW_MULTIPLE = 16
 """Numbers of rows are rounded up to multiples of this: a CPU's matrix products are compiled for each number anew."""
 NO_LABEL = -1
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS, CHUNK_LOGITS = 512, 1024, 1 << 22
+GPU_CHUNK_LOGITS = 1 << 26
+"""On a GPU every chunk costs some dozens of launches whatever its size, so it is as large as its memory's room."""
 CACHED_LOGITS = 1 << 19
 """float32 logits that stay in a CPU's caches while a loss is taken of them."""
 
@@ -60,7 +63,8 @@ class Drafts:
 
     states [Q, W] and the LM head that reads them [C, W]; rows [Q], part of those of the depth before; places [Q],
     ascending: the teacher's rows that the answers are compared with; weights [Q] float32: of each row's loss. labels
-    [Q]: the draft ids of the text's own tokens (NO_LABEL where there is none), for D-PACE.
+    [Q]: the draft ids of the text's own tokens (NO_LABEL where there is none), for D-PACE. Rows and places are best in
+    CPU memory: the text is cut by them, and a device would be waited for.
     """
 
     states: torch.Tensor
@@ -87,7 +91,7 @@ def fused_distillation_loss(
     states [R, H] (draft, after its norm), weight [C, H], target_states [R, H], target_weight [C, H] (the draft
     vocabulary's rows of the target's LM head), log_normalizer [R] or None.
     """
-    places = torch.arange(len(states), device=states.device)
+    places = torch.arange(len(states))
     weights = torch.ones(len(states), device=states.device)
     total, (figures,) = fused_unrolled_loss(
         name,
@@ -113,15 +117,18 @@ def fused_unrolled_loss(
     `paced`: the weights are multiplied by those of D-PACE, which needs `labels`. `rows_per_chunk`: rows, counting each
     depth, whose logits are held at once (None: as many as are quick).
     """
+    device = teacher.weight.device
     if rows_per_chunk is None:
-        rows_per_chunk = chunk_rows(len(teacher.weight))
+        rows_per_chunk = chunk_rows(len(teacher.weight), on_gpu=device.type != "cpu")
+    chunks = list(_chunks(depths, rows_per_chunk))
+    depths = [replace(one, rows=sent(one.rows, device), places=sent(one.places, device)) for one in depths]
     lm_heads = list({id(depth.weight): depth.weight for depth in depths}.values())
     job = _Job(
         name=name,
         depths=depths,
         members=[[d for d, one in enumerate(depths) if one.weight is lm_head] for lm_head in lm_heads],
         teacher=teacher,
-        chunks=list(_chunks(depths, rows_per_chunk)),
+        chunks=chunks,
         paced=paced,
         compare=compare,
     )
@@ -155,8 +162,10 @@ class _Job:
     compare: bool
 
 
-def chunk_rows(vocab_size: int) -> int:
+def chunk_rows(vocab_size: int, *, on_gpu: bool = False) -> int:
     """Rows whose logits over a draft vocabulary of that size are held at once."""
+    if on_gpu:
+        return max(MIN_CHUNK_ROWS, GPU_CHUNK_LOGITS // vocab_size)
     return min(MAX_CHUNK_ROWS, max(MIN_CHUNK_ROWS, CHUNK_LOGITS // vocab_size))
 
 
@@ -202,8 +211,10 @@ class _FusedLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None  # handed on rather than copied: some are as large as the LM head
         assert gradients is not None, "the loss was differentiated twice"
         scale = upstream[0]
-        if scale.device.type != "cpu" or float(scale) != 1:
-            gradients = tuple(one if one is None else one * scale for one in gradients)
+        if scale.device.type != "cpu" or float(scale) != 1:  # a device is not asked whether it is 1
+            for one in gradients:
+                if one is not None:
+                    one.mul_(scale)
         pairs = zip(gradients, ctx.dtypes, strict=True)
         return None, *(one if one is None else one.to(dtype) for one, dtype in pairs)
 
@@ -221,9 +232,13 @@ def _target(job: _Job, chunk: _Chunk) -> _Target:
     teacher, places = job.teacher, chunk.places
     logits = (_rounded_up(teacher.states[places]) @ teacher.weight.T)[: places.stop - places.start]
     normalizer = None if teacher.log_normalizer is None else teacher.log_normalizer[places]
-    probs = torch.empty_like(logits, dtype=torch.float32)
-    for rows in _cached(logits):
-        probs[rows] = target_probabilities(logits[rows], None if normalizer is None else normalizer[rows])
+    parts = list(_cached(logits))
+    if len(parts) == 1:  # it needs no place to be put into
+        probs = target_probabilities(logits, normalizer)
+    else:
+        probs = torch.empty_like(logits, dtype=torch.float32)
+        for rows in parts:
+            probs[rows] = target_probabilities(logits[rows], None if normalizer is None else normalizer[rows])
     return _Target(
         probs=probs,
         favoured=favour_likeliest(probs) if job.name == "top10" else None,

@@ -30,6 +30,7 @@ _FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
         "minutes",
         "steps",
         "epochs",
+        "overlap",
         "feature_cache",
         "feature_cache_gb",
         "log_every",

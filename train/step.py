@@ -14,7 +14,7 @@ Shapes: R packed rows of a pass, Q rows that count at a depth.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -87,14 +87,15 @@ class Pass:
     def generators(self) -> list[torch.Generator]:
         return [visit.generator for visit in self.visits]
 
-    def plan(self, device: torch.device) -> Plan:
-        """In packed row numbers."""
+    @property
+    def plan(self) -> Plan:
+        """In packed row numbers, in CPU memory."""
         starts = [0]
         for visit in self.visits:
             starts.append(starts[-1] + len(visit.row.token_ids))
         num_steps = len(self.visits[0].plan)
         return [
-            torch.cat([visit.plan[step] + start for visit, start in zip(self.visits, starts, strict=False)]).to(device)
+            torch.cat([visit.plan[step] + start for visit, start in zip(self.visits, starts, strict=False)])
             for step in range(num_steps)
         ]
 
@@ -171,29 +172,44 @@ def check_shares(optim: OptimConfig, *, processes: int) -> None:
 
 @dataclass(kw_only=True)
 class StepTotals:
-    """Sums over rows, by unrolled step, to be added up over passes and processes."""
+    """Sums over rows, by unrolled step, to be added up over passes and processes. What a pass showed stays on its
+    device until `read`, which waits for it once for all of them."""
 
     loss: float = 0.0
     tokens: float = 0.0
     backbone_loss: float = 0.0
     by_step: list[list[float]]
     """Loss, overlap and number of rows."""
+    waiting: list[PassFigures] = field(default_factory=list)
 
     @classmethod
     def empty(cls, num_steps: int) -> StepTotals:
         return cls(by_step=[[0.0, 0.0, 0.0] for _ in range(num_steps)])
 
-    def add(self, loss: float, tokens: int, figures: Sequence[StepFigures]) -> None:
-        self.loss += loss
-        self.tokens += tokens
-        for one in figures:
-            total = self.by_step[one.step]
-            total[0] += float(one.figures.loss.sum())
-            total[1] += float(one.figures.overlap.sum())
-            total[2] += len(one.rows)
+    def add(self, loss: torch.Tensor, tokens: int, figures: Sequence[StepFigures]) -> None:
+        """What a pass showed; `loss` []."""
+        sums = [total for one in figures for total in (one.figures.loss.sum(), one.figures.overlap.sum())]
+        numbers = torch.stack([total.detach().float() for total in (loss, *sums)])
+        rows = [(one.step, len(one.rows)) for one in figures]
+        self.waiting.append(PassFigures(numbers=numbers, num_tokens=tokens, rows=rows))
+
+    def read(self) -> StepTotals:
+        """Itself, with all that waited counted in, in the order in which it was added."""
+        waiting, self.waiting = self.waiting, []
+        values = iter(torch.cat([one.numbers for one in waiting]).tolist() if waiting else [])
+        for one in waiting:
+            self.loss += next(values)
+            self.tokens += one.num_tokens
+            for step, num_rows in one.rows:
+                total = self.by_step[step]
+                total[0] += next(values)
+                total[1] += next(values)
+                total[2] += num_rows
+        return self
 
     def over(self, world: World) -> StepTotals:
         """Of all processes together."""
+        self.read()
         single = [self.loss, self.tokens, self.backbone_loss]
         flat = world.sum([*single, *(value for total in self.by_step for value in total)])
         return StepTotals(
@@ -216,11 +232,21 @@ class StepTotals:
         return tuple(total[place] / total[2] for total in self.by_step if total[2])
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PassFigures:
+    """A pass's loss, then loss and overlap summed over the rows of each unrolled step, in one tensor; step and number
+    of rows of these."""
+
+    numbers: torch.Tensor
+    num_tokens: int
+    rows: list[tuple[int, int]]
+
+
 def as_arguments(part: Pass, batch: Batch, step_weights: Sequence[float]) -> dict[str, Any]:
     """What `Objective` takes, of one pass."""
     return {
         "batch": batch,
-        "plan": part.plan(batch.token_ids.device),
+        "plan": part.plan,
         "generators": part.generators,
         "step_weights": [weight * part.weight for weight in step_weights],
     }

@@ -45,14 +45,17 @@ from train.checkpoints import Checkpoints, write_checksums
 from train.corpus.dataset import TrainingData, load_data, source_of
 from train.evaluator import Evaluator
 from train.features import TrainingTarget, make_features
+from train.features.ahead import FeaturesAhead, NoStreams, overlaps, streams_for
+from train.features.source import refuse_infinite
 from train.head_adapter import adapt_head
 from train.memory import keep_freed_memory
 from train.reports.evaluation import Evaluation
+from train.reports.machine_use import Laps, clock_for
 from train.reports.metrics import read_metrics
 from train.reports.run_log import RunLog, open_log
 from train.reports.tracking import Tracker
 from train.run_state import Best, RunState
-from train.schedule import Progress, fraction_done, is_due, learning_rate, num_unrolled
+from train.schedule import fraction_done, is_due, learning_rate, num_unrolled
 from train.setup import check_lengths, compute_dtype, label_coverage, load_target, make_backbone, make_head
 from train.step import Objective, StepPlan, StepTotals, as_arguments, check_shares, check_step_weights, plan_step
 from train.stop import StopRequest
@@ -176,6 +179,7 @@ class Trainer:
         if resumed is not None:
             self.updater.load(self.state.optimizer)
             data.visits.seek(self.state.progress.visits, self.state.visits)
+        self._overlaps = overlaps(config.train.overlap, target)
         self.features = make_features(
             config,
             target,
@@ -183,8 +187,12 @@ class Trainer:
             folder=self.folder.parent,
             world=world,
             rows=None if data.num_rows is None else [*data.rows, *data.held_out],
+            looks=not self._overlaps,
             notice=notice,
         )
+        self.ahead = FeaturesAhead(self.features, streams_for(target.device) if self._overlaps else NoStreams())
+        self._unseen: list[tuple[Rendered, torch.Tensor]] = []
+        self._clock = clock_for(target.device)
         self.evaluator = Evaluator(config, target, data, self.teacher, dtype=self.dtype, decode=decode)
         self.log = RunLog.silent()
         self._records: list[StepRecord] = []
@@ -224,15 +232,15 @@ class Trainer:
         start = time.perf_counter()
         config, progress = self.config, self.state.progress
         num_steps = self.head.num_depths or num_unrolled(config.train, fraction)
-        plan = plan_step(self._visited(progress), num_steps=num_steps, settings=config.train)
+        plan = plan_step(self._visits_from(progress.visits), num_steps=num_steps, settings=config.train)
         rates = [lr := learning_rate(progress, config.optim, fraction)]
         rates += [] if self.backbone is None else [self.backbone.learning_rate(lr, fraction)]
         is_joint = self.backbone is not None and self.backbone.trains(fraction)
-        own, times = self._gradients(plan, is_joint=is_joint)
-        totals = own.over(self.world)
-        update_start = time.perf_counter()
+        laps = Laps(self._clock)
+        own = self._gradients(plan, laps, is_joint=is_joint)
         gradient_norm = self.updater.update(rates) if plan.num_labels[0] else 0.0
-        times["update"] = time.perf_counter() - update_start
+        laps.lap("update")
+        totals = own.over(self.world)  # read when all is done, so that nothing waits for a number in between
         self._check_finite(totals.loss, gradient_norm, plan)
         (seconds,) = self.world.max([time.perf_counter() - start])
         self.state.progress = progress.advanced(visits=len(plan.visits), tokens=int(totals.tokens), seconds=seconds)
@@ -245,38 +253,41 @@ class Trainer:
             overlap_by_depth=totals.overlap_by_depth,
             num_tokens=int(totals.tokens),
             seconds=seconds,
-            times=times,
+            times={"features": 0.0, "head": 0.0, **laps.seconds()},
             backbone={"backbone_loss": totals.backbone_loss, "backbone_lr": rates[1]} if is_joint else {},
         )
 
-    def _gradients(self, plan: StepPlan, *, is_joint: bool) -> tuple[StepTotals, dict[str, float]]:
-        """Add up this process's part of the step's gradients; what its rows showed, and seconds by part."""
+    def _gradients(self, plan: StepPlan, laps: Laps, *, is_joint: bool) -> StepTotals:
+        """Add up this process's part of the step's gradients; what its rows showed. `laps`: of features and head."""
         weights = plan.label_weights(self.config.train)
-        totals, times = StepTotals.empty(plan.num_steps), {"features": 0.0, "head": 0.0}
+        totals = StepTotals.empty(plan.num_steps)
         passes = plan.passes(self.world, self.config.optim.batch_size)
+        self._unseen = []
         joint = None
         if self.backbone is not None and is_joint:
             joint = self.backbone.begin([visit.row for visit in plan.visits if visit.has_labels])
         for number, part in enumerate(passes, start=1):
-            start = time.perf_counter()
             batch = self._pack(part.rows)
-            packed = time.perf_counter()
+            laps.lap("features")
             with computing_in(self.dtype, self.target.device):
                 adapted, kept = (batch, None) if joint is None else joint.forward(batch, weight=part.weight)
                 loss, figures = self.updater.loss(**as_arguments(part, adapted, weights))
             loss = loss if kept is None else loss + kept
             self.updater.backward(loss, is_last=number == len(passes))
             if part.weight:
-                totals.add(float(loss.detach()), len(batch), figures)
-            times["features"] += packed - start
-            times["head"] += time.perf_counter() - packed
+                totals.add(loss, len(batch), figures)
+            laps.lap("head")
+            if self._overlaps:
+                self.ahead.begin(passes[number].rows if number < len(passes) else self._rows_of_next_step())
+                laps.lap("features")
         totals.backbone_loss = 0.0 if joint is None else joint.loss
-        return totals, times
+        return totals
 
     def _check_finite(self, loss: float, gradient_norm: float, plan: StepPlan) -> None:
         step = self.state.progress.step
         if math.isfinite(loss) and (math.isfinite(gradient_norm) or self.updater.backed_off):
             return
+        refuse_infinite(self._unseen)
         sources = ", ".join(source_of(visit.row) for visit in plan.visits)
         raise ValueError(
             f"step {step} has loss {loss} and gradient norm {gradient_norm}, on rows {sources}; "
@@ -285,17 +296,32 @@ class Trainer:
 
     # Data
 
-    def _visited(self, progress: Progress) -> list[tuple[int, Rendered]]:
-        first, count = progress.visits, self.config.optim.conversations_per_step
+    def _visits_from(self, first: int) -> list[tuple[int, Rendered]]:
+        """Of a step, with their numbers."""
+        count = self.config.optim.conversations_per_step
         return [(visit, self.data.visits.at(visit)) for visit in range(first, first + count)]
 
     def _pack(self, rows: Sequence[Rendered]) -> Batch:
-        return pack_batch(rows, self.features.get_many(rows), device=self.target.device, dtype=self.dtype)
+        features = self.ahead.get_many(rows)
+        self._unseen += [
+            (row, one.is_finite) for row, one in zip(rows, features, strict=True) if one.is_finite is not None
+        ]
+        return pack_batch(rows, features, device=self.target.device, dtype=self.dtype)
+
+    def _rows_of_next_step(self) -> list[Rendered]:
+        """Of this process's first pass in it, as far as there is a next step and one can know."""
+        settings, progress = self.config.train, self.state.progress
+        if settings.steps is not None and progress.step + 1 >= settings.steps:
+            return []
+        following = self._visits_from(progress.visits + self.config.optim.conversations_per_step)
+        passes = plan_step(following, num_steps=1, settings=settings).passes(self.world, self.config.optim.batch_size)
+        return passes[0].rows if passes else []
 
     # Evaluation
 
     def _evaluate(self) -> None:
         """Held-out acceptance; the head is saved to best/ if it is the best so far."""
+        self.ahead.settle()
         step = self.state.progress.step
         self._evaluated_step, self._saved_step = step, -1  # whether it was the best belongs to the state
         with self.updater.whole():

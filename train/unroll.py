@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from heads.base import DraftHead
+from heads.transfer import sent
 from heads.unroll import Batch, UnrolledStep
 from train.losses import NO_LABEL, ROW_MULTIPLE, Drafts, LossName, RowFigures, TeacherRows, fused_unrolled_loss
 
@@ -103,20 +104,22 @@ def unrolled_loss(
     `generators`: one for each sequence of the batch, for what is random in the head's training.
 
     Rows and sequences are rounded up to few different numbers (`ROW_MULTIPLE`): the further rows repeat the last one,
-    at weight 0.
+    at weight 0. A plan in CPU memory is best: what follows from it is then known without waiting for a device.
     """
     counts = [len(rows) for rows in plan if len(rows)]
     if not counts:
         return _nothing(head), []
-    rounded = [_rounded_up(rows) for rows in plan[: len(counts)]]
+    device = batch.token_ids.device
+    host_plan = [_rounded_up(rows.cpu()) for rows in plan[: len(counts)]]
+    rounded = [sent(rows, device) for rows in host_plan]
     batch = batch.rounded_up(ROW_MULTIPLE)
     if generators is not None:
         generators = [*generators, torch.Generator()][: len(batch.lengths)]
-    steps = list(head.unroll(batch, rounded, generators))
+    steps = list(head.unroll(batch, host_plan, generators))
     weights = [_row_weights(*one) for one in zip(step_weights, counts, rounded, strict=False)]
     total, figures = fused_unrolled_loss(
         loss,
-        *_compared(head, batch, rounded, steps, weights, teacher, renormalize=renormalize, paced=paced),
+        *_compared(head, batch, host_plan, rounded, steps, weights, teacher, renormalize=renormalize, paced=paced),
         paced=paced,
         compare=compare,
     )
@@ -132,6 +135,7 @@ def unrolled_loss(
 def _compared(
     head: DraftHead,
     batch: Batch,
+    host_plan: Sequence[torch.Tensor],
     plan: Sequence[torch.Tensor],
     steps: Sequence[UnrolledStep],
     weights: Sequence[torch.Tensor],
@@ -140,19 +144,22 @@ def _compared(
     renormalize: bool | None,
     paced: bool,
 ) -> tuple[list[Drafts], TeacherRows]:
-    """What the head answers, and the target's states at all places where it is asked."""
-    places, indices = torch.cat([rows + 1 + step for step, rows in enumerate(plan)]).unique(return_inverse=True)
+    """What the head answers, and the target's states at all places where it is asked. `host_plan`: `plan` in CPU
+    memory."""
+    everywhere = torch.cat([rows + 1 + step for step, rows in enumerate(host_plan)])
+    host_places, indices = everywhere.unique(return_inverse=True)
+    places = sent(host_places, batch.token_ids.device)
     drafts = [
         Drafts(
             states=answer.states.to(teacher.weight.dtype),
             weight=answer.weight,
-            rows=rows,
+            rows=host_rows,
             places=index,
             weights=weight,
             labels=_draft_ids(head.target_ids, batch.token_ids[rows + 2 + step]) if paced else None,
         )
-        for step, (rows, answer, weight, index) in enumerate(
-            zip(plan, steps, weights, indices.split([len(rows) for rows in plan]), strict=True)
+        for step, (host_rows, rows, answer, weight, index) in enumerate(
+            zip(host_plan, plan, steps, weights, indices.split([len(rows) for rows in plan]), strict=True)
         )
     ]
     normalizer = None if renormalize or batch.log_normalizer is None else batch.log_normalizer[places]

@@ -220,10 +220,11 @@ def unscale_and_clip(parameters: Sequence[nn.Parameter], scale: LossScale | None
     if scale is not None:
         for parameter in parameters:
             gradient_of(parameter).mul_(1 / scale.value)
-    norm = torch.nn.utils.get_total_norm([gradient_of(parameter) for parameter in parameters])
+    total = torch.nn.utils.get_total_norm([gradient_of(parameter) for parameter in parameters])
+    norm = float(total)  # the device is waited for here, once
     if clip is not None and norm > clip:
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
-    return float(norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip, total)
+    return norm
 
 
 def whole_state(optimizer: torch.optim.AdamW, scale: LossScale | None) -> dict[str, Any]:

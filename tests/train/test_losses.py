@@ -12,10 +12,12 @@ import torch
 
 from train import objectives
 from train.losses import (
+    GPU_CHUNK_LOGITS,
     NO_LABEL,
     Drafts,
     LossName,
     TeacherRows,
+    chunk_rows,
     fused_distillation_loss,
     fused_unrolled_loss,
 )
@@ -162,6 +164,25 @@ def test_the_loss_of_one_depth_by_itself(name: LossName, teacher: TeacherRows) -
     torch.testing.assert_close(figures.loss, rows.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(total, rows.sum(), rtol=1e-5, atol=1e-5)
     assert torch.equal(figures.agrees, (states @ weight.T).argmax(-1) == target.argmax(-1))
+
+
+def test_chunks_fit_their_device(teacher: TeacherRows, depths: list[Drafts], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a chunk is as large as its bound of logits, since each costs the same launches; no loss depends on it,
+    nor on how many of a chunk's rows are gone through at once (on a GPU all)."""
+    assert [chunk_rows(size) for size in (1000, 8192, 128256)] == [1024, 512, 512]
+    for size in (1000, 8192, 32000, 128256):
+        rows = chunk_rows(size, on_gpu=True)
+        assert rows * size <= GPU_CHUNK_LOGITS < (rows + 1) * size
+        assert rows == GPU_CHUNK_LOGITS // size
+    results = []
+    for logits in (3 * NUM_DRAFT, 1 << 30):
+        monkeypatch.setattr("train.losses.CACHED_LOGITS", logits)
+        leaves = with_gradients(depths)
+        total, _ = fused_unrolled_loss("lk_hybrid", leaves, teacher, paced=True, rows_per_chunk=20)
+        total.backward()
+        results.append([total.detach(), *(one.states.grad for one in leaves)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
 def test_what_is_not_written_shows(teacher: TeacherRows, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,8 +438,9 @@ def peak_megabytes(rows_per_chunk: int, num_rows: int) -> float:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the process's peak from /proc")
 def test_peak_memory_grows_with_the_chunk() -> None:
     """V = 49,152, S = 2,048, three depths: the logits would be 1.2 GB a copy in float32. The process's own peak is that
-    of a chunk: an eighth of the chunk takes less than a third of the memory, an eighth of the text nearly as much."""
+    of a chunk: an eighth of the chunk takes less than a third of the memory, an eighth of the text nearly as much (up
+    to what an allocator keeps or not, a third here; it would be eight times as much if memory grew with the text)."""
     small, large = peak_megabytes(96, 2048), peak_megabytes(768, 2048)
     assert large < 600
     assert small < large / 3
-    assert small < 1.3 * peak_megabytes(96, 256)
+    assert small < 1.6 * peak_megabytes(96, 256)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -295,6 +296,75 @@ def test_the_same_target_fits_where_there_is_room(tmp_path: Path, data: Path) ->
     small = replace(ROOMY, memory=64 * GB, gpus=(replace(gpu, free=16 * GB),))
     assert plan_of(config, resources=small).problems
     assert plan_of(four_bit, resources=small).problems == []
+
+
+def on_a_card(
+    tmp_path: Path, values: dict[str, Any], *, free: int = 84 * GB, processes: int = 1, **changes: Any
+) -> Plan:
+    """Rows of 2,048 tokens for an EAGLE-3 head of 32,000 tokens, on an 80 GB card (86e9 bytes, some of them taken)."""
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "word " * 1800}]}
+    data = tmp_path / "long.jsonl"
+    data.write_text(40 * (json.dumps(row) + "\n"))
+    settings = {
+        "target__model": str(config_folder(tmp_path, values)),
+        "head__taps": None,
+        "head__draft_vocab_size": 32000,
+        "data__max_length": 2048,
+        "optim__accumulation": 8,
+        **changes,
+    }
+    gpu = Gpu(name="H", free=free, total=86 * GB)
+    resources = replace(ROOMY, memory=256 * GB, gpus=(gpu,))
+    return plan_of(tiny_recipe(data, **settings), resources=resources, processes=processes)
+
+
+def test_an_8b_target_fits_an_80_gb_card(tmp_path: Path) -> None:
+    """With which batch is told, and is where the room ends; its states are computed beside the head's pass."""
+    plan = on_a_card(tmp_path, LLAMA_8B)
+    assert plan.problems == []
+    assert plan.largest_batch is not None
+    assert plan.largest_batch >= 4
+    assert f"room up to optim.batch_size={plan.largest_batch}, with rows of up to 2,048 tokens" in describe(plan)
+    at_most = on_a_card(tmp_path, LLAMA_8B, optim__batch_size=plan.largest_batch)
+    assert at_most.problems == []
+    assert at_most.device_bytes <= 0.95 * 84 * GB
+    (problem,) = on_a_card(tmp_path, LLAMA_8B, optim__batch_size=plan.largest_batch + 1).problems
+    assert problem.endswith(f"There would be room with optim.batch_size={plan.largest_batch}")
+
+
+def test_a_70b_target_is_sent_elsewhere(tmp_path: Path) -> None:
+    """Its weights alone are more than the card: over CPU memory, or shared out among as many cards as it takes."""
+    plan = on_a_card(tmp_path, LLAMA_70B)
+    (problem,) = plan.problems
+    assert plan.largest_batch == 0
+    assert "room for not even one conversation" in describe(plan)
+    assert "target: all weights takes 141.1 GB" in problem
+    assert "There would be room with target.device_map=auto" in problem
+    words = re.search(r"target\.sharded=true on (\d+) such GPUs, a process on each \(ZeRO-3\)", problem)
+    assert words is not None
+    enough = int(words[1])
+    assert on_a_card(tmp_path, LLAMA_70B, processes=enough, target__sharded=True, optim__batch_size=1).problems == []
+    assert on_a_card(tmp_path, LLAMA_70B, processes=enough - 1, target__sharded=True, optim__batch_size=1).problems
+    assert on_a_card(tmp_path, LLAMA_70B, target__device_map="auto").problems == []
+
+
+def test_fewer_bits_are_named_where_they_are_enough(tmp_path: Path) -> None:
+    (problem,) = on_a_card(tmp_path, LLAMA_8B, free=28 * GB).problems
+    assert "target.quantization=int4" in problem.partition("There would be room with")[2]
+    small = on_a_card(tmp_path, LLAMA_8B, free=28 * GB, target__quantization="int4", optim__batch_size=1)
+    assert small.problems == []
+
+
+def test_what_goes_on_beside_the_pass_is_counted(tmp_path: Path) -> None:
+    """Features of two passes, and the target's forward at the same time as the head's; without overlap neither."""
+    beside, after = (on_a_card(tmp_path, LLAMA_8B, train__overlap=overlap) for overlap in (None, False))
+    one, two = ({item.name: item for item in plan.memory} for plan in (after, beside))
+    forward = one["the target's forward over a conversation"]
+    assert forward.passing
+    assert not two["the target's forward over a conversation, beside the head's pass"].passing
+    features = one["features of a pass's conversations"].num_bytes
+    assert two["features of a pass's conversations, and of the next one's"].num_bytes == 2 * features
+    assert beside.device_bytes == after.device_bytes + features + forward.num_bytes
 
 
 def test_a_disk_too_small_for_the_cache(target: TargetModel, data: Path) -> None:

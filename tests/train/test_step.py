@@ -90,8 +90,8 @@ def shared_step(
             loss, figures = objective(**as_arguments(part, batch, weights))
             loss.backward()
             if part.weight:
-                totals.add(float(loss.detach()), len(batch), figures)
-    return {name: parameter.grad.clone() for name, parameter in objective.named_parameters()}, totals
+                totals.add(loss, len(batch), figures)
+    return {name: parameter.grad.clone() for name, parameter in objective.named_parameters()}, totals.read()
 
 
 @pytest.mark.parametrize(("num_processes", "batch_size"), SPLITS)

@@ -8,7 +8,8 @@ depend on what is kept of it either: rows that are not kept go through the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,7 +36,8 @@ class OnlineFeatures:
     """Computes features at every visit.
 
     feature_dtype: what they would be kept in, and are rounded to. world: the processes among which the target may be
-    shared out; all of them then ask together (`get_many`).
+    shared out; all of them then ask together (`get_many`). looks: whether states that are not finite are refused at
+    once, for which the device is waited for; else features say themselves whether they are (`refuse_infinite`).
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class OnlineFeatures:
         feature_dtype: FeatureDType = "target",
         with_normalizer: bool = True,
         world: World | None = None,
+        looks: bool = True,
     ) -> None:
         self.codec = Codec.of(target, taps, feature_dtype)
+        self._looks = looks
         self.num_computed_tokens = 0
         self._target, self._with_normalizer, self._world = target, with_normalizer, world or World()
 
@@ -65,35 +69,39 @@ class OnlineFeatures:
         return self.get_many([row])[0]
 
     def get_many(self, rows: Sequence[Rendered]) -> list[RowFeatures]:
-        kept = self.compute(rows)
-        return [
-            decoded(row, one, self.codec, self.codec.taps, self.lm_head_weight)
-            for row, one in zip(rows, kept, strict=True)
+        computed = [self._compute(row) for row in in_lockstep(self._target, self._world, rows)]
+        features = [
+            replace(
+                decoded(row, kept, self.codec, self.codec.taps, self.lm_head_weight),
+                is_finite=None if self._looks else is_finite,
+            )
+            for row, (kept, is_finite) in zip(rows, computed, strict=True)
         ]
+        if self._looks:
+            refuse_infinite((row, is_finite) for row, (_, is_finite) in zip(rows, computed, strict=True))
+        return features
 
     def flush(self) -> None:
         """Nothing is kept."""
 
     def compute(self, rows: Sequence[Rendered]) -> list[Kept]:
         """Each row as it would be kept."""
-        return [self._compute(row) for row in in_lockstep(self._target, self._world, rows)]
+        computed = [self._compute(row) for row in in_lockstep(self._target, self._world, rows)]
+        refuse_infinite((row, is_finite) for row, (_, is_finite) in zip(rows, computed, strict=True))
+        return [kept for kept, _ in computed]
 
-    def _compute(self, row: Rendered) -> Kept:
+    def _compute(self, row: Rendered) -> tuple[Kept, torch.Tensor]:
+        """(the row as it would be kept, whether its states are finite [])"""
         (states,) = self._target.features([row.token_ids], self.codec.taps)
         self.num_computed_tokens += len(row.token_ids)
         assert len(states.last) == len(row.token_ids), f"{len(states.last)} states of {len(row.token_ids)} tokens"
-        if not bool(torch.isfinite(states.last).all()):
-            raise ValueError(
-                f"the target's states of a row of {len(row.token_ids)} tokens are not finite, so nothing can be learnt "
-                "from them: load the target in another dtype (target.dtype=bfloat16 or float32)"
-            )
         kept = self.codec.encode(states.taps, states.last)
         kept["token_ids"] = torch.tensor(row.token_ids, dtype=torch.int32)
         kept["loss_mask"] = torch.tensor(row.loss_mask, dtype=torch.bool)
         if self.lm_head_weight is not None:
             _, last = self.codec.decode(kept, ())
             kept["log_normalizer"] = normalizer_before_labels(last, kept["loss_mask"], self.lm_head_weight)
-        return kept
+        return kept, torch.isfinite(states.last).all()
 
 
 class CachedFeatures:
@@ -166,6 +174,19 @@ class StoredFeatures:
             )
 
 
+def refuse_infinite(rows: Iterable[tuple[Rendered, torch.Tensor]]) -> None:
+    """ValueError if the target's states of one of `rows` are not finite; each comes with whether they are []."""
+    rows = list(rows)
+    if not rows:
+        return
+    for (row, _), is_finite in zip(rows, torch.stack([flag for _, flag in rows]).tolist(), strict=True):
+        if not is_finite:
+            raise ValueError(
+                f"the target's states of a row of {len(row.token_ids)} tokens are not finite, so nothing can be learnt "
+                "from them: load the target in another dtype (target.dtype=bfloat16 or float32)"
+            )
+
+
 def kept_bytes_per_token(codec: Codec, *, with_normalizer: bool) -> int:
     """States, token id and mask, and the log normalizer where it is wanted."""
     return codec.bytes_per_token + _ID_AND_MASK_BYTES + (_NORMALIZER_BYTES if with_normalizer else 0)
@@ -193,11 +214,13 @@ def make_features(
     folder: Path,
     world: World | None = None,
     rows: Sequence[Rendered] | None = None,
+    looks: bool = True,
     notice: Notice = print,
 ) -> FeatureSource:
     """Where the recipe's run finds the states of its training rows. `folder`: of the runs, beside which they are kept.
 
     `rows`: all of them, where they are known; they are then checked against what is there, and the disk against them.
+    `looks`: see `OnlineFeatures`; what is kept is looked at in any case.
     """
     settings = config.train
     with_normalizer = settings.teacher == "full"
@@ -219,6 +242,7 @@ def make_features(
         feature_dtype=settings.feature_dtype,
         with_normalizer=with_normalizer,
         world=world,
+        looks=looks or store is not None,
     )
     if store is None:
         return online

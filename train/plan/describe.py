@@ -65,6 +65,9 @@ def _memory(plan: Plan) -> str:
     else:
         together = f", {_size(plan.host_bytes)} together" if plan.processes > 1 else ""
         lines += [f"memory{each}: {_size(plan.device_bytes)} at its peak{together}", *_items(plan, DEVICE, HOST)]
+    if plan.largest_batch is not None:
+        most = f"up to optim.batch_size={plan.largest_batch}" if plan.largest_batch else "for not even one conversation"
+        lines.append(f"  (there is room {most}, with rows of up to {plan.work.longest if plan.work else 0:,} tokens)")
     if plan.rates is not None and plan.rates.peak_memory_bytes:
         lines.append(f"  (the calibration reached {_size(plan.rates.peak_memory_bytes)})")
     return "\n".join(lines)

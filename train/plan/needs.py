@@ -13,7 +13,7 @@ import torch
 
 from configs.schema import RunConfig
 from train.features.codec import Codec
-from train.features.rows import NORMALIZER_CHUNK
+from train.features.rows import normalizer_rows
 from train.features.source import kept_bytes_per_token
 from train.features.store import SHARD_BYTES
 from train.losses import chunk_rows
@@ -24,8 +24,11 @@ RUNTIME_BYTES = 600_000_000
 """Python with torch, transformers and what they bring along."""
 KERNEL_CACHE_BYTES = 500_000_000
 """oneDNN's, as seen to fill up in bfloat16 (its capacity is a number of kernels)."""
-_FORMS_OF_LOGITS = 3
-"""In which the loss holds a chunk's logits at once: the target's probabilities, the draft's logits, and in between."""
+GPU_RUNTIME_BYTES = 800_000_000
+"""A CUDA context and the workspaces of its libraries, about."""
+_FORMS_OF_LOGITS, _GPU_FORMS_OF_LOGITS = 3, 5
+"""In which the loss holds a chunk's logits at once: the target's probabilities, the draft's logits, and in between. On
+a GPU a chunk is not gone through piece by piece."""
 BYTES_PER_DATA_TOKEN = 48
 """A token's id and mask in Python's own lists."""
 SMALL_FILES = 5_000_000
@@ -76,14 +79,23 @@ def memory_items(
     on_gpu: bool,
 ) -> list[Item]:
     """Of one process."""
-    passing = _passing_items(config, target, head, work, precision)
+    passing = _passing_items(config, target, head, work, precision, on_gpu=on_gpu)
+    runtime = Item(name="CUDA and its libraries", num_bytes=GPU_RUNTIME_BYTES)
     return [
         *_target_items(config, target, precision, processes=processes, on_gpu=on_gpu),
         *_head_items(config, head, processes=processes),
-        *_batch_items(config, target, head, work, precision, processes=processes),
+        *_batch_items(config, target, head, work, precision, processes=processes, on_gpu=on_gpu),
         *passing,
-        *([] if on_gpu else _held_back(passing, precision)),
+        *([runtime] if on_gpu else _held_back(passing, precision)),
     ]
+
+
+def overlaps(config: RunConfig, *, on_gpu: bool) -> bool:
+    """Whether the run computes the next pass's features while the head trains on this one."""
+    if config.train.overlap is not None:
+        return config.train.overlap
+    target = config.target
+    return on_gpu and target.features is None and target.device_map is None and not target.sharded
 
 
 def _held_back(passing: Sequence[Item], precision: Precision) -> list[Item]:
@@ -165,11 +177,19 @@ def _head_items(config: RunConfig, head: HeadSize, *, processes: int) -> list[It
 
 
 def _batch_items(
-    config: RunConfig, target: TargetSize, head: HeadSize, work: Workload, precision: Precision, *, processes: int
+    config: RunConfig,
+    target: TargetSize,
+    head: HeadSize,
+    work: Workload,
+    precision: Precision,
+    *,
+    processes: int,
+    on_gpu: bool,
 ) -> list[Item]:
     own = min(config.optim.batch_size, -(-config.optim.conversations_per_step // processes))
     state_bytes = (len(head.taps) + 1) * target.hidden_size * precision.compute_bytes
     batch_tokens = min(own * work.mean_length * 1.5, own * work.longest)
+    num_passes = 2 if overlaps(config, on_gpu=on_gpu) else 1
     lm_head_rows = head.draft_vocab_size * target.hidden_size * precision.compute_bytes
     return [
         Item(
@@ -178,9 +198,9 @@ def _batch_items(
             settings=("head.draft_vocab_size",),
         ),
         Item(
-            name="features of a pass's conversations",
-            num_bytes=round(batch_tokens * state_bytes),
-            settings=("optim.batch_size", "data.max_length"),
+            name="features of a pass's conversations" + (", and of the next one's" if num_passes > 1 else ""),
+            num_bytes=round(num_passes * batch_tokens * state_bytes),
+            settings=("optim.batch_size", "data.max_length", *(["train.overlap"] if num_passes > 1 else [])),
         ),
         Item(
             name="features of held-out text",
@@ -202,12 +222,14 @@ def _batch_items(
 
 
 def _passing_items(
-    config: RunConfig, target: TargetSize, head: HeadSize, work: Workload, precision: Precision
+    config: RunConfig, target: TargetSize, head: HeadSize, work: Workload, precision: Precision, *, on_gpu: bool
 ) -> list[Item]:
+    """What passes, but for the target's forward where it goes on beside the head's pass."""
+    is_beside = overlaps(config, on_gpu=on_gpu)
     items = [
         Item(
             name="a pass of the head",
-            num_bytes=pass_bytes(config, target, head, work, precision),
+            num_bytes=pass_bytes(config, target, head, work, precision, on_gpu=on_gpu),
             passing=True,
             settings=("optim.batch_size", "data.max_length", "train.ttt_steps", "head.draft_vocab_size"),
         ),
@@ -221,16 +243,18 @@ def _passing_items(
     if config.target.features is None:
         items.append(
             Item(
-                name="the target's forward over a conversation",
-                num_bytes=forward_bytes(target, precision, work.longest),
-                passing=True,
-                settings=("data.max_length",),
+                name="the target's forward over a conversation" + (", beside the head's pass" if is_beside else ""),
+                num_bytes=forward_bytes(target, precision, work.longest, on_gpu=on_gpu),
+                passing=not is_beside,
+                settings=("data.max_length", *(["train.overlap"] if is_beside else [])),
             )
         )
     return items
 
 
-def pass_bytes(config: RunConfig, target: TargetSize, head: HeadSize, work: Workload, precision: Precision) -> int:
+def pass_bytes(
+    config: RunConfig, target: TargetSize, head: HeadSize, work: Workload, precision: Precision, *, on_gpu: bool = False
+) -> int:
     """Saved for the backward pass by all unrolled steps of a pass, and the chunk of logits that the loss works on.
 
     Attention is plain matrix products: each row keeps its weights over all the text before it.
@@ -241,16 +265,17 @@ def pass_bytes(config: RunConfig, target: TargetSize, head: HeadSize, work: Work
     per_row = head.width_per_token * precision.compute_bytes + context
     steps = rows * per_row * (1 + (num_steps - 1) * config.train.ttt_keep)
     lm_head_gradients = head.lm_head_parameters * FLOAT_BYTES
-    chunk = min(rows * num_steps, chunk_rows(head.draft_vocab_size))
-    logits = chunk * head.draft_vocab_size * _FORMS_OF_LOGITS * FLOAT_BYTES
+    chunk = min(rows * num_steps, chunk_rows(head.draft_vocab_size, on_gpu=on_gpu))
+    logits = chunk * head.draft_vocab_size * (_GPU_FORMS_OF_LOGITS if on_gpu else _FORMS_OF_LOGITS) * FLOAT_BYTES
     return round(steps + lm_head_gradients + logits)
 
 
-def forward_bytes(target: TargetSize, precision: Precision, rows: int) -> int:
+def forward_bytes(target: TargetSize, precision: Precision, rows: int, *, on_gpu: bool = False) -> int:
     """Keys and values of the rows, a layer's activations, and the logits that normalisers are made of."""
     layer = rows * (2 * target.intermediate_size + 6 * target.hidden_size) * precision.target_bytes
     attention = rows * rows * target.num_attention_heads * (precision.target_bytes + FLOAT_BYTES)
-    logits = min(rows, NORMALIZER_CHUNK) * target.vocab_size * (precision.target_bytes + 2 * FLOAT_BYTES)
+    chunk = min(rows, normalizer_rows(target.vocab_size, on_gpu=on_gpu))
+    logits = chunk * target.vocab_size * (precision.target_bytes + 2 * FLOAT_BYTES)
     return rows * target.cache_bytes(precision.target_bytes) + layer + attention + logits
 
 

@@ -7,7 +7,7 @@ target may be larger than this machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +40,8 @@ from train.world import World
 
 SPARE_SHARE = 0.95
 """Of what is free, this much may be planned for."""
+MOST_CONVERSATIONS, MOST_PROCESSES = 1024, 64
+"""Until which room is looked for."""
 
 Notice = Callable[[str], None]
 Found = TypeVar("Found")
@@ -56,6 +58,8 @@ class Plan:
     on_gpu: bool
     target: TargetSize | None = None
     target_dtype: str | None = None
+    largest_batch: int | None = None
+    """On a GPU: the largest optim.batch_size for which there is room, 0 if there is none for one conversation."""
     head: HeadSize | None = None
     work: Workload | None = None
     memory: list[Item] = field(default_factory=list)
@@ -174,7 +178,46 @@ def _fill(plan: Plan, config: RunConfig, precision: Precision) -> None:
         config, plan.target, plan.head, plan.work, precision, processes=plan.processes, on_gpu=plan.on_gpu
     )
     plan.disk = disk_needs(config, plan.target, plan.head, plan.work, precision.target)
-    _check_memory(plan, config)
+    _find_largest_batch(plan, config, precision)
+    _check_memory(plan, config, precision)
+
+
+def _find_largest_batch(plan: Plan, config: RunConfig, precision: Precision) -> None:
+    free = _free_on_gpu(plan, config)
+    if free is None:
+        return
+
+    def fits(size: int) -> bool:
+        return _device_bytes(plan, replace(config, optim=replace(config.optim, batch_size=size)), precision) <= free
+
+    low, high = 0, 1
+    while high <= MOST_CONVERSATIONS and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    plan.largest_batch = low
+
+
+def _device_bytes(plan: Plan, config: RunConfig, precision: Precision, *, processes: int | None = None) -> int:
+    """What another recipe would take of the GPU of one process."""
+    assert plan.target is not None
+    assert plan.head is not None
+    assert plan.work is not None
+    processes = plan.processes if processes is None else processes
+    items = memory_items(config, plan.target, plan.head, plan.work, precision, processes=processes, on_gpu=True)
+    return peak_bytes(items, DEVICE)
+
+
+def _free_on_gpu(plan: Plan, config: RunConfig) -> int | None:
+    """What may be planned for where the target is; None without a GPU."""
+    resources = plan.resources
+    if not plan.on_gpu or not resources.gpus:
+        return None
+    free = sum(gpu.free for gpu in resources.gpus) if config.target.device_map else resources.gpus[0].free
+    if config.target.device_map and resources.memory is not None:
+        free += resources.memory
+    return round(free * SPARE_SHARE)
 
 
 def _calibrate(plan: Plan, config: RunConfig, data: TrainingData, target: TargetModel | None, notice: Notice) -> None:
@@ -240,16 +283,57 @@ def _check_vocabulary(plan: Plan, config: RunConfig, tokenizer: Any | None) -> N
         )
 
 
-def _check_memory(plan: Plan, config: RunConfig) -> None:
-    resources = plan.resources
-    if plan.on_gpu and resources.gpus:
-        free = sum(gpu.free for gpu in resources.gpus) if config.target.device_map else resources.gpus[0].free
-        if config.target.device_map and resources.memory is not None:
-            free += resources.memory
-        _check_place(plan, config, f"a GPU ({resources.gpus[0].name})", plan.device_bytes, free)
+def _check_memory(plan: Plan, config: RunConfig, precision: Precision) -> None:
+    resources, free = plan.resources, _free_on_gpu(plan, config)
+    if free is not None:
+        before = len(plan.problems)
+        place = f"a GPU ({resources.gpus[0].name})"
+        _check_place(plan, config, place, plan.device_bytes, round(free / SPARE_SHARE))
+        if len(plan.problems) > before:
+            plan.problems[-1] += _what_would_fit(plan, config, precision)
     if resources.memory is not None:
         of = f" of {plan.processes} processes" if plan.processes > 1 else ""
         _check_place(plan, config, f"memory{of}", plan.host_bytes, resources.memory)
+
+
+def _what_would_fit(plan: Plan, config: RunConfig, precision: Precision) -> str:
+    """A smaller batch; where there is no room for one conversation, fewer bits, CPU memory and more processes."""
+    if plan.largest_batch:
+        return f". There would be room with optim.batch_size={plan.largest_batch}"
+    ways: list[str] = []
+    target = config.target
+    if target.features is None and target.quantization is None and target.device_map is None and not target.sharded:
+        ways += _attempts(plan, replace(config, target=replace(target, quantization="int4")), precision, "int4")
+        ways += _attempts(
+            plan, replace(config, target=replace(target, device="auto", device_map="auto")), precision, "device_map"
+        )
+    if target.features is None and target.quantization is None and target.device_map is None:
+        shared = replace(config, target=replace(target, sharded=True))
+        for processes in range(max(2, plan.processes), MOST_PROCESSES + 1):
+            if found := _attempts(plan, shared, precision, "sharded", processes=processes):
+                ways += found
+                break
+    return f". There would be room with {' or '.join(ways)}" if ways else ""
+
+
+def _attempts(
+    plan: Plan, config: RunConfig, precision: Precision, way: str, *, processes: int | None = None
+) -> list[str]:
+    """`way` in words, if there is room on the GPU for `config`, or at least for one conversation at a time; else
+    nothing."""
+    words = {
+        "int4": "target.quantization=int4",
+        "device_map": "target.device_map=auto (what the GPUs do not hold waits in CPU memory, which is slow)",
+        "sharded": f"target.sharded=true on {processes} such GPUs, a process on each (ZeRO-3)",
+    }
+    free = _free_on_gpu(plan, config)
+    assert free is not None
+    alone = replace(config, optim=replace(config.optim, batch_size=1))
+    if _device_bytes(plan, config, precision, processes=processes) <= free:
+        return [words[way]]
+    if _device_bytes(plan, alone, precision, processes=processes) <= free:
+        return [f"optim.batch_size=1 and {words[way]}"]
+    return []
 
 
 def _check_place(plan: Plan, config: RunConfig, place: str, needed: int, free: int) -> None:
@@ -273,6 +357,7 @@ def _that_help(settings: Sequence[str], plan: Plan, config: RunConfig) -> list[s
         "target.quantization": "target.quantization=int4",
         "target.device_map": "target.device_map=auto" if plan.on_gpu else None,
         "target.sharded": "target.sharded=true" if plan.processes > 1 and config.deepspeed.stage is not None else None,
+        "train.overlap": "train.overlap=false",
         "target.features": "target.features, made where the target fits (headstart features)",
         "target.dtype": "target.dtype=bfloat16" if _may_be_float32(plan, config) else None,
         "deepspeed.stage": "deepspeed.stage=3" if config.deepspeed.stage != 3 else None,
