@@ -138,27 +138,45 @@ class RotaryTable:
     Not a module: `to(bfloat16)` would round its frequencies, and angles at position 1,000 would be off by a radian.
     """
 
+    amplitude = 1.0
+    """A factor on all cosines and sines."""
+
     def __init__(self, head_dim: int, theta: float) -> None:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
         self._inverse_frequencies = (theta**-exponents).float()
+        self._on_device: dict[torch.device, torch.Tensor] = {}
         self._known: dict[torch.dtype, Rotary] = {}
 
     def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
         """Of positions [...], each [..., 1, D]. On a CPU they are looked up, once computed."""
         if positions.device.type != "cpu" or not positions.numel():
             return self.compute(positions, dtype)
-        longest = int(positions.max()) + 1
-        if dtype not in self._known or len(self._known[dtype][0]) < longest:
-            with torch.inference_mode(mode=False):  # for training takes them too
-                self._known[dtype] = self.compute(torch.arange(max(256, 2 * longest)), dtype)
-        cosines, sines = self._known[dtype]
-        return cosines[positions], sines[positions]
+        while True:
+            cosines, sines = self._known.get(dtype) or self._extend(dtype)
+            try:
+                return cosines[positions], sines[positions]
+            except IndexError:  # later positions than were ever asked for; to look for the last would be a sync
+                self._extend(dtype)
+
+    def _extend(self, dtype: torch.dtype) -> Rotary:
+        """Compute twice as many positions as are known."""
+        num_known = len(self._known[dtype][0]) if dtype in self._known else 0
+        with torch.inference_mode(mode=False):  # for training takes them too
+            self._known[dtype] = self.compute(torch.arange(max(256, 2 * num_known)), dtype)
+        return self._known[dtype]
 
     def compute(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
         """The same, anew."""
-        angles = positions.float()[..., None] * self._inverse_frequencies.to(positions.device)  # [..., D/2]
+        angles = positions.float()[..., None] * self.frequencies(positions.device)  # [..., D/2]
         angles = torch.cat([angles, angles], dim=-1)[..., None, :]  # [..., 1, D]
         return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def frequencies(self, device: torch.device) -> torch.Tensor:
+        """Radians a position [D/2] float32, copied to a device once: a copy from the host cannot be in a CUDA graph."""
+        if device not in self._on_device:
+            with torch.inference_mode(mode=False):
+                self._on_device[device] = self._inverse_frequencies.float().to(device)
+        return self._on_device[device]
 
 
 def rotate(vectors: torch.Tensor, rotary: Rotary) -> torch.Tensor:

@@ -124,11 +124,11 @@ class _ScaledRotaryTable(RotaryTable):
             head_dim=head_dim,
             rope_parameters={**scaling, "rope_theta": theta},
         )
-        self._inverse_frequencies, self._amplitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, None)
+        self._inverse_frequencies, self.amplitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, None)
 
     def compute(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
         cos, sin = super().compute(positions, torch.float32)
-        return (cos * self._amplitude).to(dtype), (sin * self._amplitude).to(dtype)
+        return (cos * self.amplitude).to(dtype), (sin * self.amplitude).to(dtype)
 
 
 def rotary_table(head_dim: int, theta: float, scaling: Mapping[str, Any] | None) -> RotaryTable:

@@ -10,15 +10,15 @@ Shapes: R packed rows, Hq query heads, K key/value heads, D head size; B, N, L a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 
-from infer.fixed import FixedRows, attend_fixed
-from infer.kernels.paths import attend_paths
-from infer.rows import PackedRows
+if TYPE_CHECKING:
+    from infer.rows import PackedRows, Rows
 
 ATTENTION_NAME = "headstart"
 
@@ -36,7 +36,7 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    packed_rows: PackedRows | FixedRows | None = None,
+    packed_rows: Rows | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of `query` [1, Hq, R, D] over the cache, after `key`, `value` [1, K, R, D] are stored in it.
@@ -56,17 +56,11 @@ def packed_attention(
             raise ValueError(f"this model's attention uses {name!r}, which headstart does not implement")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     here, home = query.device, packed_rows.columns.device  # layers of a device map may be elsewhere than the cache
-    query, key, value = query.to(home), key.to(home), value.to(home)
-    if isinstance(packed_rows, PackedRows) and packed_rows.use_kernel and softcap is None:
-        output = attend_paths(
-            query[0], key[0], value[0], layer, packed_rows, scaling=scaling, sliding_window=sliding_window
-        )
-        return output[None], None
-    packed_rows.cache.write(layer, packed_rows.columns, key[0], value[0])
-    settings: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
-    if isinstance(packed_rows, FixedRows):
-        return attend_fixed(query[0], layer, packed_rows, **settings)[None].to(here), None
-    return attend(query[0], layer, packed_rows, **settings)[None].to(here), None
+    query, key, value = (states[0].to(home) for states in (query, key, value))
+    output = packed_rows.store_and_attend(
+        query, key, value, layer, scaling=scaling, sliding_window=sliding_window, softcap=softcap
+    )
+    return output[None].to(here), None
 
 
 def attend(
@@ -79,6 +73,8 @@ def attend(
     softcap: float | None = None,
 ) -> torch.Tensor:
     """Attention of `query` [Hq, R, D] over the columns each row sees; returns [R, Hq, Dv]."""
+    if query.device.type == "cuda" and softcap is None and rows.is_long_text(sliding_window):
+        return attend_text(query, layer, rows, scaling=scaling)
     keys, values = rows.cache.read(layer, rows.first_slot, rows.last_slot, rows.length)  # [B, K, L, D]
     num_heads, num_kv_heads = query.shape[0], keys.shape[1]
     num_groups = num_heads // num_kv_heads
@@ -92,6 +88,22 @@ def attend(
         output = _softcapped(folded, keys, values, bias, scaling, softcap)
     output = output.reshape(num_slots, num_heads, rows_per_slot, output.shape[-1]).transpose(1, 2)  # [B, N, Hq, Dv]
     return rows.unpad(output)
+
+
+def attend_text(query: torch.Tensor, layer: int, rows: PackedRows, *, scaling: float | None = None) -> torch.Tensor:
+    """`attend` for rows of texts, without windows, a request at a time: what a row sees needs no mask then, whose size
+    is that of the prompt squared. Rows come as [Hq, R, D], and go as [R, Hq, Dv]."""
+    outputs = []
+    for group, queries in zip(
+        rows.groups, query.split([len(group.tokens) for group in rows.groups], dim=1), strict=True
+    ):
+        keys, values = rows.cache.read(layer, group.slot, group.slot, group.num_columns)  # [1, K, L, D]
+        visible = causal_lower_right(len(group.tokens), group.num_columns)
+        output = F.scaled_dot_product_attention(
+            queries[None], keys, values, attn_mask=visible, scale=scaling, enable_gqa=len(query) > keys.shape[1]
+        )
+        outputs.append(output[0].transpose(0, 1))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _softcapped(

@@ -43,7 +43,8 @@ LOOKUP_TOKENS = 10
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One answer and its times. `round_seconds`: the time of the `num_timed_rounds` rounds after the engine's first
-    step, which holds the prefill. The stock methods report no rounds."""
+    step, which holds the prefill. The stock methods report no rounds. has_parts: whether draft, verification and
+    forward can be told apart: not in rounds that run whole on the device."""
 
     token_ids: tuple[int, ...]
     seconds: float
@@ -53,6 +54,7 @@ class Run:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     forward_seconds: float = 0.0
+    has_parts: bool = True
 
     @property
     def tokens_per_second(self) -> float:
@@ -337,6 +339,7 @@ def run_engine(engine: Engine, token_ids: Sequence[int], params: SamplingParams)
         draft_seconds=draft,
         verify_seconds=verify,
         forward_seconds=forward,
+        has_parts=not engine.num_captured,
     )
 
 
@@ -419,6 +422,7 @@ def _row(method: str, answers: Sequence[Answers], dtype: str, domain: str | None
     temperature = answers[0].temperature
     seconds = sum(run.seconds for run in runs)
     is_engine = method in ("plain", "headstart")
+    has_parts = is_engine and all(run.has_parts for run in runs)
     comparable = is_engine or temperature == 0
     accepted = Acceptance.of(length for run in runs for length in run.round_lengths).accepted_length
     break_even = _round_cost(runs, plain) if is_engine else None
@@ -438,9 +442,9 @@ def _row(method: str, answers: Sequence[Answers], dtype: str, domain: str | None
         identical_to_plain=statistics.fmean(identical) if comparable else None,
         break_even_accepted_length=break_even,
         expected_speedup=accepted / break_even if break_even else None,
-        draft_share=sum(run.draft_seconds for run in runs) / seconds if is_engine else None,
-        verify_share=sum(run.verify_seconds for run in runs) / seconds if is_engine else None,
-        forward_share=sum(run.forward_seconds for run in runs) / seconds if is_engine else None,
+        draft_share=sum(run.draft_seconds for run in runs) / seconds if has_parts else None,
+        verify_share=sum(run.verify_seconds for run in runs) / seconds if has_parts else None,
+        forward_share=sum(run.forward_seconds for run in runs) / seconds if has_parts else None,
         domain=domain,
     )
 

@@ -45,6 +45,10 @@ class SlotCache:
         self.keys[layer].index_copy_(1, columns, keys)
         self.values[layer].index_copy_(1, columns, values)
 
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of one layer's keys [K, B*S, D] and values [K, B*S, Dv]."""
+        return self.keys[layer], self.values[layer]
+
     def read(self, layer: int, first_slot: int, last_slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the first `length` columns of a range of slots: [B, K, length, D] and [B, K, length, Dv]."""
         return self.read_range(layer, first_slot, last_slot, 0, length)

@@ -27,6 +27,8 @@ from infer.drafters.base import Drafter, DraftLimit, PrefixDrafter, Room, TreeSe
 from infer.exactness import ANY_KIND, choose_rule
 from infer.fixed import CHUNK, checked_row_width
 from infer.governor import Governor
+from infer.graphs.capture import SyncError
+from infer.graphs.serving import StaticRounds, static_rounds
 from infer.intake import Intake, Prompt
 from infer.machine import available_bytes
 from infer.request import Completion, DraftBounds, Request, RequestLaw, RequestRound
@@ -81,11 +83,14 @@ class Engine:
     max_requests: requests that run at once; more wait. max_length: most tokens of a request, prompt included (by
     default what the prompts at hand need). exactness, rule: what is promised and how trees are verified
     (`infer.exactness`); a request may ask for its own. row_width: rows of every forward where exactness is bitwise
-    (by default 16; any number where the target's rows do not depend on each other, `TargetModel.is_row_invariant`).
-    tree: bounds of the draft trees. cost: the machine's cost table (measured, or read from the user's cache folder,
-    when first needed). observer: called with every verified tree, before its tokens are emitted.
+    (by default 16, and 64 on a GPU; any number where the target's rows do not depend on each other,
+    `TargetModel.is_row_invariant`). tree: bounds of the draft trees. cost: the machine's cost table (measured, or read
+    from the user's cache folder, when first needed). observer: called with every verified tree, before its tokens are
+    emitted.
 
-    sharing: how requests of many callers share the engine.
+    sharing: how requests of many callers share the engine. graphs: whether rounds run whole on the device, over static
+    shapes, as CUDA graphs (`infer.graphs`): by default on CUDA, for the requests and models that they can serve; True
+    has static rounds anywhere, and refuses models that cannot have them.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class Engine:
         cost: CostModel | None = None,
         observer: Observer | None = None,
         sharing: Sharing | None = None,
+        graphs: bool | None = None,
     ) -> None:
         if not isinstance(target, TargetModel):
             raise ValueError(
@@ -126,7 +132,11 @@ class Engine:
             rule=rule,
         )
         needs_width = row_width is not None or not (exactness == "bitwise" and target.is_row_invariant)
-        self.row_width = checked_row_width(row_width, exactness, max_depth=self.tree.max_depth) if needs_width else None
+        self.row_width = None
+        if needs_width:
+            self.row_width = checked_row_width(
+                row_width, exactness, max_depth=self.tree.max_depth, device=target.device
+            )
         self.observer = observer
         self._cost = cost
         self.share(sharing or Sharing())
@@ -139,6 +149,8 @@ class Engine:
         self._cache: SlotCache | None = None
         self._slots = SlotTable(0)
         self._num_draft_faults = 0
+        self._graphs = graphs
+        self._static: StaticRounds | None = None
         self.adaptation = Adaptation()
         self.draft_seconds = 0.0
         self.verify_seconds = 0.0
@@ -277,6 +289,19 @@ class Engine:
             self._allocate(self.max_requests, num_columns)
         if self.sharing.prefill_chunk is not None:
             self._rows_of_a_chunk()
+        if self.target.device.type == "cuda":
+            self._capture_ahead()
+
+    def _capture_ahead(self) -> None:
+        """Capture the first rounds now, if no slot holds a text yet."""
+        if self._static is None or self._running or self._slots.kept:
+            return
+        try:
+            self._static.prepare()
+        except SyncError as error:
+            if self._graphs:
+                raise
+            self._go_on_without_graphs(error)
 
     def step(self) -> int:
         """Prefill requests that found a slot, then one round over all that decode; returns the tokens emitted.
@@ -296,19 +321,63 @@ class Engine:
         """Draft, verify and commit for `requests`, with rows of `prompts` beside; returns the tokens emitted."""
         start = time.perf_counter()
         depth = None if self.governor is None or not requests else self.governor.depth(len(requests))
-        trees = self._draft(requests, depth)
-        self.num_prompt_rows += sum(share.num_rows for share in prompts)
-        num_tokens = self._advance(
-            [*requests, *(share.request for share in prompts)],
-            [*trees, *[DraftTree.empty()] * len(prompts)],
-            [*[1] * len(requests), *(share.num_rows for share in prompts)],
-        )
-        if self.drafter is not None and self.tree.adaptive and depth != 0 and requests:
+        static, num_captured = None if prompts else self._static_for(requests, depth), self.num_captured
+        trees = [] if static is not None and static.grows_trees else self._draft(requests, depth)
+        if static is not None:
+            num_tokens = self._run_static(static, requests, trees, depth)
+        else:
+            self.num_prompt_rows += sum(share.num_rows for share in prompts)
+            num_tokens = self._advance(
+                [*requests, *(share.request for share in prompts)],
+                [*trees, *[DraftTree.empty()] * len(prompts)],
+                [*[1] * len(requests), *(share.num_rows for share in prompts)],
+            )
+        if self.drafter is not None and self.tree.adaptive and depth != 0 and trees:
             self.adaptation.learn(requests, trees)
-        if self.governor is not None and not prompts and all(map(self._drafts, requests)):
-            seconds = time.perf_counter() - start  # other rounds show nothing of their depth
-            self.governor.see(len(requests), depth, tokens=num_tokens, seconds=seconds)
+        if not prompts and self.num_captured == num_captured:  # a capture takes as long as hundreds of rounds
+            self._show_governor(requests, depth, num_tokens, time.perf_counter() - start)
         return num_tokens
+
+    def _show_governor(self, requests: Sequence[Request], depth: int | None, num_tokens: int, seconds: float) -> None:
+        """Let it learn from a round at its depth; where not all draft, it would show nothing of that."""
+        if self.governor is not None and all(map(self._drafts, requests)):
+            self.governor.see(len(requests), depth, tokens=num_tokens, seconds=seconds)
+
+    def _static_for(self, requests: Sequence[Request], depth: int | None) -> StaticRounds | None:
+        """What runs a round of `requests` whole on the device, if that can be; an observer wants to see it here."""
+        static = self._static
+        if static is None or self.observer is not None or not requests:
+            return None
+        return static if static.can_serve(requests, drafts=self.is_drafting and depth != 0) else None
+
+    def _run_static(
+        self, static: StaticRounds, requests: Sequence[Request], trees: Sequence[DraftTree], depth: int | None
+    ) -> int:
+        """A round over static shapes, of trees of the host's or, where there are none, of its own; returns the tokens
+        emitted."""
+        start = time.perf_counter()
+        try:
+            done = static.run(requests, trees or None, depth=depth if self.is_drafting else 0)
+        except BaseException as error:
+            is_refusal = isinstance(error, SyncError) and not self._graphs
+            if not is_refusal and not self._isolates(error):
+                raise
+            self._go_on_without_graphs(error)
+            return self._advance(requests, trees or [DraftTree.empty()] * len(requests))
+        computed = time.perf_counter()
+        num_tokens = 0
+        for request, served in zip(requests, done, strict=True):
+            kept: _Kept | BaseException = _Kept(path=served.path, tokens=served.tokens, dead_end=None)
+            if served.logits is not None:  # the text runs into a row of no use: find out why
+                kept = self._verify(request, served.tree, served.logits)
+            num_tokens += self._commit(request, served.tree, kept, 1, served.states, is_moved=True)
+        self.forward_seconds += computed - start
+        self.commit_seconds += time.perf_counter() - computed
+        return num_tokens
+
+    def _go_on_without_graphs(self, error: BaseException) -> None:
+        _log.warning("rounds go on without graphs: %s", error, exc_info=None if isinstance(error, SyncError) else error)
+        self._static = None
 
     @property
     def _mixes(self) -> bool:
@@ -335,6 +404,11 @@ class Engine:
     def num_cached_tokens(self) -> int:
         """Tokens whose rows the slots hold: of requests that run, and of those that have left."""
         return sum(request.num_cached for request in self._running) + self._slots.num_kept_tokens
+
+    @property
+    def num_captured(self) -> int:
+        """Shapes of static rounds that have been captured."""
+        return 0 if self._static is None else self._static.num_captured
 
     @property
     def is_drafting(self) -> bool:
@@ -526,9 +600,16 @@ class Engine:
         return _Kept(path=verdict.path, tokens=tokens, dead_end=dead_end)
 
     def _commit(
-        self, request: Request, tree: DraftTree, kept: _Kept | BaseException, num_rows: int, states: torch.Tensor | None
+        self,
+        request: Request,
+        tree: DraftTree,
+        kept: _Kept | BaseException,
+        num_rows: int,
+        states: torch.Tensor | None,
+        *,
+        is_moved: bool = False,
     ) -> int:
-        """Emit the kept tokens; keep cache rows and states of the accepted path only."""
+        """Emit the kept tokens; keep cache rows and states of the accepted path only (`is_moved`: that is done)."""
         if isinstance(kept, BaseException):
             self._fail(request, kept)
             return 0
@@ -543,9 +624,10 @@ class Engine:
             self._finish(request)
             return num_kept
         path = list(kept.path)
-        self._cache.commit(request.slot, first_column, [first_column + node for node in path])
+        if not is_moved:
+            self._cache.commit(request.slot, first_column, [first_column + node for node in path])
         request.num_cached = first_column + len(path)
-        if states is not None:
+        if states is not None and not is_moved:
             states = _rows_at(states, [*range(num_rows), *(num_rows + node for node in path)])
         self._observe(request, states)
         return num_kept
@@ -678,6 +760,7 @@ class Engine:
                     )
                 return  # more slots must wait until the running requests have left
             num_columns, num_slots = max(num_columns, cache.num_columns), max(num_slots, cache.num_slots)
+        del cache  # it goes before a larger one comes
         self._allocate(num_slots, num_columns)
 
     def _columns_for(self, num_tokens: int) -> int:
@@ -700,7 +783,7 @@ class Engine:
     def _allocate(self, num_slots: int, num_columns: int) -> None:
         for request in self._slots.kept:
             self._forget(request)
-        self._cache = None  # the old one goes before the new one comes
+        self._cache = self._static = None  # the old one goes before the new one comes
         self._cache = self.target.new_cache(num_slots=num_slots, num_columns=num_columns)
         self._slots = SlotTable(num_slots, lowest_first=self.target.pads_rows)
         if self.drafter is not None:
@@ -708,6 +791,15 @@ class Engine:
                 num_slots=num_slots, num_columns=num_columns, tree=self.tree, cost=self._tree_cost, cache=self._cache
             )
             self.drafter.open(room)
+        self._static = static_rounds(
+            self.target,
+            self.drafter,
+            self._cache,
+            self.tree,
+            exactness=self.exactness,
+            row_width=self.row_width,
+            graphs=self._graphs,
+        )
 
 
 def _least(bounds: Sequence[int | None]) -> int:
@@ -744,6 +836,7 @@ def load_engine(
     tree: TreeSettings | None = None,
     cost: CostModel | None = None,
     sharing: Sharing | None = None,
+    graphs: bool | None = None,
     hybrid: bool | None = None,
     workload: Workload | None = None,
 ) -> Engine:
@@ -782,4 +875,5 @@ def load_engine(
         tree=tree,
         cost=cost,
         sharing=sharing,
+        graphs=graphs,
     )

@@ -23,23 +23,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from infer.cache import SlotCache
-from infer.rows import RowGroup
+from infer.kernels.gpu.path_attention import PathRows, path_attention
+from infer.rows import AttentionSettings, RowGroup, Rows
 
 DEFAULT_ROW_WIDTH = 16
+GPU_ROW_WIDTH = 64
+"""There a forward of so many rows takes about as long as one of a single row: the time to read the weights."""
 ROW_GRAIN = 8
 MAX_TREE_DEPTH = 16
 """Tree nodes lie out of place, so the tail must reach above the deepest path."""
 CHUNK = 256
-_GRAIN = 32
-_TAIL = MAX_TREE_DEPTH + _GRAIN
+TAIL_GRAIN = 32
+TAIL = MAX_TREE_DEPTH + TAIL_GRAIN
 _ROWS_PER_PROBLEM = 8
 """R * G is then a multiple of 8, and the scratch rows of every thread begin at whole cache lines (with 3 queries a
 problem the kernel was seen to round one element in 10^8 another way, by the thread it ran on)."""
@@ -47,7 +51,9 @@ _VECTOR = 64
 """Elements that vectorised loops take whole; a remainder may be computed by another function."""
 
 
-def checked_row_width(row_width: int | None, exactness: str | None, *, max_depth: int) -> int | None:
+def checked_row_width(
+    row_width: int | None, exactness: str | None, *, max_depth: int, device: torch.device | None = None
+) -> int | None:
     """The rows of every forward of an engine, None unless its exactness is bitwise; ValueError for what cannot be."""
     if exactness != "bitwise":
         if row_width is not None:
@@ -55,7 +61,8 @@ def checked_row_width(row_width: int | None, exactness: str | None, *, max_depth
         return None
     if max_depth > MAX_TREE_DEPTH:
         raise ValueError(f"exactness 'bitwise' takes trees at most {MAX_TREE_DEPTH} deep, got max_depth {max_depth}")
-    row_width = DEFAULT_ROW_WIDTH if row_width is None else row_width
+    if row_width is None:
+        row_width = GPU_ROW_WIDTH if device is not None and device.type == "cuda" else DEFAULT_ROW_WIDTH
     if not isinstance(row_width, int) or row_width < 1 or row_width % ROW_GRAIN:
         raise ValueError(f"row_width must be a multiple of {ROW_GRAIN}, got {row_width!r}")
     return row_width
@@ -63,7 +70,12 @@ def checked_row_width(row_width: int | None, exactness: str | None, *, max_depth
 
 def split(position: int) -> int:
     """Where the tail of a row at `position` begins: a function of the position alone."""
-    return max(0, (position + 1 - MAX_TREE_DEPTH) // _GRAIN * _GRAIN)
+    return max(0, (position + 1 - MAX_TREE_DEPTH) // TAIL_GRAIN * TAIL_GRAIN)
+
+
+def splits(positions: torch.Tensor) -> torch.Tensor:
+    """`split` of every position."""
+    return ((positions + 1 - MAX_TREE_DEPTH) // TAIL_GRAIN * TAIL_GRAIN).clamp_min(0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,8 +97,8 @@ class Mask(NamedTuple):
     mass: torch.Tensor
 
 
-class FixedRows:
-    """Metadata of one forward of W rows; takes the place of `infer.rows.PackedRows`."""
+class FixedRows(Rows):
+    """Metadata of one forward of W rows."""
 
     def __init__(self, rows: Sequence[_Row], cache: SlotCache, row_width: int) -> None:
         assert 0 < len(rows) <= row_width
@@ -99,13 +111,14 @@ class FixedRows:
         self._positions = np.array([row.position for row in rows])
         self._splits = np.array([split(row.position) for row in rows])
         bases = slots * cache.num_columns
-        tails = np.zeros((row_width, _TAIL), dtype=np.int64)
+        tails = np.zeros((row_width, TAIL), dtype=np.int64)
         for place, row in zip(tails, rows, strict=True):
             place[: len(row.tail)] = row.tail
             place[len(row.tail) :] = row.column  # masked, and never empty
         self.token_ids = self._tensor([row.token for row in rows])  # [W]
         self.positions = self._tensor(self._positions)  # [W]
         self.columns = self._tensor(bases + [row.column for row in rows])  # [W]
+        self.tails = tails
         self.tail_columns = self._tensor((tails + bases[:, None]).ravel())  # [W * T]
         self.num_chunks = -(-int(self._splits.max()) // CHUNK)
         assert self.num_chunks * CHUNK <= cache.num_columns, "slots of fixed forwards hold whole chunks"
@@ -117,6 +130,7 @@ class FixedRows:
     def _lay_problems(self, slots: np.ndarray) -> None:
         """Put the rows of each slot into prefix problems of R rows; `problem_rows` [N * R] and `row_places` [W]."""
         starts = [0, *(np.flatnonzero(np.diff(slots)) + 1).tolist(), len(slots)]
+        self._slot_starts, self._slots = starts, slots[starts[:-1]]
         rows: list[int] = []
         problem_slots: list[int] = []
         places = np.zeros(len(slots), dtype=np.int64)
@@ -130,6 +144,26 @@ class FixedRows:
         self.problem_rows = None if rows == list(range(len(slots))) else self._tensor(rows)
         self.row_places = None if self.problem_rows is None else self._tensor(places)
 
+    @cached_property
+    def paths(self) -> PathRows:
+        """The same for the kernel of `infer.kernels.gpu.path_attention`: consecutive rows of a slot are a request's."""
+        return PathRows(
+            row_starts=self._tensor(self._slot_starts).to(torch.int32),
+            bases=self._tensor(self._slots * self.cache.num_columns),
+            positions=self.positions.to(torch.int32),
+            splits=self._tensor(self._splits).to(torch.int32),
+            tails=self._tensor(self.tails).to(torch.int32),
+            max_rows=len(self._splits),
+            max_prefix=self.num_chunks * CHUNK,
+        )
+
+    def attend(self, query: torch.Tensor, layer: int, **settings: Unpack[AttentionSettings]) -> torch.Tensor:
+        scaling, window, softcap = settings.get("scaling"), settings.get("sliding_window"), settings.get("softcap")
+        if query.device.type == "cuda":  # to the bit what static rounds compute there
+            keys, values = self.cache.layer(layer)
+            return path_attention(query, keys, values, self.paths, scaling=scaling, window=window, softcap=softcap)
+        return _attend(query, layer, self, scaling, window, softcap)
+
     def gather_tails(self, what: str, storage: torch.Tensor) -> torch.Tensor:
         """The rows of every tail of `storage` [K, B*S, D] in float32: [K * W, T, D].
 
@@ -141,7 +175,7 @@ class FixedRows:
             self._buffers[what] = as_stored, torch.empty(shape, dtype=torch.float32, device=self.device)
         as_stored, whole = self._buffers[what]
         torch.index_select(storage, 1, self.tail_columns, out=as_stored)
-        return whole.copy_(as_stored).view(-1, _TAIL, shape[-1])
+        return whole.copy_(as_stored).view(-1, TAIL, shape[-1])
 
     def problems(self, rows: torch.Tensor) -> torch.Tensor:
         """[K, W, G, D] -> [N, K, R * G, D]; places without a row repeat one."""
@@ -160,7 +194,7 @@ class FixedRows:
     def tail_mask(self, window: int | None) -> torch.Tensor:
         """[W, 1, T] float32: 0 where a row sees a position of its tail (its own always), -inf elsewhere."""
         if window not in self._tail_masks:
-            positions = self._splits[:, None] + np.arange(_TAIL)
+            positions = self._splits[:, None] + np.arange(TAIL)
             visible = (positions <= self._positions[:, None]) & self._in_window(positions, window)
             self._tail_masks[window] = self._bias(visible, torch.float32)[:, None]
         return self._tail_masks[window]
@@ -197,14 +231,13 @@ def forwards(groups: Sequence[RowGroup], cache: SlotCache, row_width: int) -> It
         yield FixedRows(rows[start : start + row_width], cache, row_width)
 
 
-def attend_fixed(
+def _attend(
     query: torch.Tensor,
     layer: int,
     rows: FixedRows,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """Attention of `query` [Hq, W, D] over each row's tail and prefix; returns [W, Hq, Dv]."""
     num_heads, width, size = query.shape
@@ -233,7 +266,7 @@ def _attend_tail(
     keys = rows.gather_tails("keys", rows.cache.keys[layer]).transpose(1, 2)
     values = rows.gather_tails("values", rows.cache.values[layer])
     queries = query.float().view(-1, num_groups, size)
-    bias = bias.expand(num_kv_heads, -1, num_groups, -1).reshape(-1, num_groups, _TAIL)  # [K * W, G, T]
+    bias = bias.expand(num_kv_heads, -1, num_groups, -1).reshape(-1, num_groups, TAIL)  # [K * W, G, T]
     if softcap is None:
         scores = torch.baddbmm(bias, queries, keys, alpha=scaling)
     else:

@@ -4,6 +4,8 @@
     packed    these, and every other linear layer, with weights laid out for oneDNN (`infer.packing`): a second copy
     kernels   the same on headstart's own kernels (`infer.kernels`), and with them norms, gates and attention. A row's
               result is then the same to the last bit whatever else is in the forward
+    triton    for GPUs: siblings in one product as in `eager`, and what lies between products in few launches
+              (`infer.kernels.gpu.modules`)
 
 At width 1 a layer's small matrices are bound by the cost of starting each product and by reading weights, not by
 arithmetic. The modules stay where they are and keep their names and weights; only their `forward` is replaced. Of
@@ -24,21 +26,45 @@ from torch import nn
 from infer.kernels.attention import attention_forward
 from infer.kernels.build import has_kernels
 from infer.kernels.decoder import DecoderKernel, layer_forward
+from infer.kernels.gpu import modules as gpu
+from infer.kernels.gpu import runs_triton
 from infer.kernels.layers import epsilon_of, gate_forward, norm_forward
 from infer.kernels.products import is_tileable
 from infer.packing import PackedWeight, is_packable, pack_linear
 from infer.rounding import RoundedLinear, RoundedProduct, TiledCodes
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-WAYS = ("eager", "packed", "kernels")
+WAYS = ("eager", "packed", "kernels", "triton")
+COPYING_WAYS = ("packed", "kernels")
+"""Those that keep a second copy of weights."""
+
+_LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+_LAYER_PARTS = ("self_attn", "mlp", *_LAYER_NORMS)
+"""Of a decoder layer of Llama's form."""
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 SideBySide = PackedWeight | RoundedProduct
 """Products that give the results of siblings in one tensor."""
 
 
-def available_way(model: nn.Module) -> str:
-    """The fastest of `WAYS` for this model on this machine, memory for the second copy of its weights aside."""
+def possible_ways(model: nn.Module) -> tuple[str, ...]:
+    """Those of `WAYS` that can be had for this model on this machine, the fastest last; memory for the second copy of
+    its weights aside."""
+    device = _only_device(model)
+    if device is not None and device.type != "cpu":
+        return ("eager", "triton") if runs_triton(device) else ("eager",)
+    interpreted = ("triton",) if device is not None and runs_triton(device) else ()
+    return (*interpreted, *WAYS[: 1 + WAYS.index(_available_on_cpu(model))])
+
+
+def _only_device(model: nn.Module) -> torch.device | None:
+    """Where all weights are; None for a model that is spread."""
+    devices = {weight.device for weight in model.parameters()}
+    is_spread = len(set(getattr(model, "hf_device_map", None) or {0: 0})) > 1
+    return devices.pop() if len(devices) == 1 and not is_spread else None
+
+
+def _available_on_cpu(model: nn.Module) -> str:
     linears, rounded = list(_plain_linears(model)), list(_rounded_linears(model))
     if rounded:
         own = all(isinstance(linear.product.weight, TiledCodes) for linear in rounded)
@@ -58,13 +84,16 @@ class FusedModules:
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._products: dict[nn.Module, Forward] = {}
         for projections in _sibling_projections(model):
-            product = _fused(projections) if way == "eager" else pack_linear(*projections, kernels=way == "kernels")
+            copies = way in COPYING_WAYS
+            product = pack_linear(*projections, kernels=way == "kernels") if copies else _fused(projections)
             if product is not None:
                 siblings = _Siblings(projections, product)
                 self._products[projections[0]] = product
                 self._forwards.append((projections[0], siblings.lead))
                 self._forwards += [(each, siblings.follow(each, i)) for i, each in enumerate(projections[1:])]
-        if way == "eager":
+        if way == "triton":
+            self._forwards += _norms_and_gates_on_gpu(model, self._products)
+        if way not in COPYING_WAYS:
             return
         fused = {module for module, _ in self._forwards}
         for linear in _plain_linears(model):
@@ -80,7 +109,10 @@ class FusedModules:
         """Compute attention modules and whole decoder layers by kernel, those that have Llama's form. The model must
         attend through headstart's function already: its results are what they are held against. `windows`: what each
         layer hands to that function, as models keep it in different places."""
-        assert self.way == "kernels"
+        assert self.way in ("kernels", "triton")
+        if self.way == "triton":
+            self._add_layers_on_gpu(layers, windows)
+            return
         for index, layer in enumerate(layers):
             window = windows.get(index)
             for module in layer.modules():
@@ -91,6 +123,21 @@ class FusedModules:
             if kernel is not None:
                 self._replace(layer, layer_forward(layer, kernel))
 
+    def _add_layers_on_gpu(self, layers: Sequence[nn.Module], windows: Mapping[int, int | None]) -> None:
+        norms = {module: forward for module, forward in self._forwards if isinstance(forward, gpu.FusedNorm)}
+        pairs = [[norms.get(_child(layer, name)) for name in _LAYER_NORMS] for layer in layers]
+        for index, layer in enumerate(layers):
+            for module in layer.modules():
+                project = self._products.get(_child(module, "q_proj"))
+                if project is not None:
+                    of_heads = [norms.get(_child(module, name)) for name in ("q_norm", "k_norm")]
+                    forward = gpu.attention_forward(module, project, norms=of_heads, window=windows.get(index))
+                    self._replace(module, forward)
+            first, second = pairs[index]
+            if first and second and {name for name, _ in layer.named_children()} == set(_LAYER_PARTS):
+                following = pairs[index + 1][0] if index + 1 < len(layers) else None
+                self._replace(layer, gpu.layer_forward(layer, first, second, following))
+
     def _replace(self, module: nn.Module, forward: Callable[..., Any] | None) -> None:
         if forward is not None:
             self._forwards.append((module, forward))
@@ -98,17 +145,16 @@ class FusedModules:
 
     def _decoder_kernel(self, layer: nn.Module, window: int | None) -> DecoderKernel | None:
         """A layer whose parts all run on kernels, in one."""
-        names = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
         replaced = {module for module, _ in self._forwards}
-        if {name for name, _ in layer.named_children()} != set(names):
+        if {name for name, _ in layer.named_children()} != set(_LAYER_PARTS):
             return None
-        attention, mlp, first_norm, norm = (_child(layer, name) for name in names)
+        attention, mlp, first_norm, norm = (_child(layer, name) for name in _LAYER_PARTS)
         if not replaced.issuperset((attention, mlp, first_norm, norm)):
             return None
         of_attention = (self._products.get(_child(attention, name)) for name in ("q_proj", "o_proj"))
         of_mlp = (self._products.get(_child(mlp, name)) for name in ("gate_proj", "down_proj"))
         parts = [part for part in (*of_attention, *of_mlp) if isinstance(part, PackedWeight) and part.has_tiles]
-        if len(parts) != len(names) or parts[2].biases or parts[3].biases:
+        if len(parts) != len(_LAYER_PARTS) or parts[2].biases or parts[3].biases:
             return None
         project, output, gate_and_up, down = parts
         head_size = int(attention.head_dim)  # type: ignore[arg-type]
@@ -179,6 +225,16 @@ def _norms_and_gates(model: nn.Module, products: dict[nn.Module, Forward]) -> It
         forward = norm_forward(module)
         if forward is None and isinstance(gate, SideBySide) and len(gate.sizes) == len(SIBLINGS[1]) and down:
             forward = gate_forward(module, gate, down)
+        if forward is not None:
+            yield module, forward
+
+
+def _norms_and_gates_on_gpu(
+    model: nn.Module, products: Mapping[nn.Module, Forward]
+) -> Iterator[tuple[nn.Module, Forward]]:
+    for module in model.modules():
+        gate = products.get(_child(module, "gate_proj"))
+        forward = gpu.norm_forward(module) if gate is None else gpu.gate_forward(module, gate)
         if forward is not None:
             yield module, forward
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import secrets
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,18 @@ _UNIT_EXPONENT = (0x3FF << 52) + (1 << 51)
 """Turns a signed 52-bit integer into the bits of a float64 in [1, 2)."""
 
 
+class Mixing(NamedTuple):
+    """The numbers that make the noise, for code that makes it elsewhere; `step` as a signed number."""
+
+    step: int
+    multipliers: tuple[int, int]
+    shifts: tuple[int, int, int]
+    unit_exponent: int
+
+
+MIXING = Mixing(_STEP - (1 << 64), _MULTIPLIERS, _SHIFTS, _UNIT_EXPONENT)
+
+
 def noise_key(*parts: int) -> int:
     """A 64-bit key that depends on every part and on their order; parts lie in [-2**63, 2**64)."""
     key = _STEP
@@ -47,6 +60,20 @@ def noise_key(*parts: int) -> int:
 def position_key(seed: int, sample: int, attempt: int, position: int) -> int:
     """Key of the target's draw for output token `position` (an index in the request's own tokens)."""
     return noise_key(_POSITION, seed, sample, attempt, position)
+
+
+def position_stream(seed: int, sample: int, attempt: int) -> int:
+    """What `position_keys` takes to make the keys of a request, as a signed 64-bit number."""
+    return _signed(noise_key(_POSITION, seed, sample, attempt))
+
+
+def position_keys(streams: Tensor, positions: Tensor) -> Tensor:
+    """`position_key` of many positions at once, on their device: [n] int64, the keys' bits as signed numbers.
+
+    streams [n] int64: `position_stream` of each request. positions [n] int64. The two may broadcast.
+    """
+    domains = torch.where(positions >= 0, _signed(_STEP), _signed(_NEGATIVE))
+    return _mix_tensor(_mix_tensor(streams + domains).bitwise_xor_(positions))
 
 
 def uniform(key: int) -> float:
@@ -65,14 +92,22 @@ def gumbel(key: int, token_ids: Tensor | int, device: torch.device | str = "cpu"
     else:
         assert token_ids.dtype == torch.int64, f"token ids must be int64, got {token_ids.dtype}"
         hashes = (token_ids * _signed(_STEP)).add_(_signed(key))
-    scratch = torch.empty_like(hashes)
-    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
-        # `>>` is arithmetic: without the mask the sign would spread and the hash would lose bits.
-        torch.bitwise_right_shift(hashes, shift, out=scratch)
-        hashes.bitwise_xor_(scratch.bitwise_and_((1 << (64 - shift)) - 1))
-        if multiplier is not None:
-            hashes.mul_(_signed(multiplier))
-    return _gumbel_from_bits(hashes)
+    return _gumbel_from_bits(_mix_tensor(hashes))
+
+
+def gumbel_rows(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """`gumbel` under many keys: [n, C] float32, for `keys` [n] int64 (signed) and `token_ids` [C] int64, on their
+    device."""
+    assert keys.dtype == token_ids.dtype == torch.int64, f"keys {keys.dtype}, token ids {token_ids.dtype}"
+    if keys.is_cuda:
+        from infer.kernels.gpu import launching_on, runs_triton
+
+        if runs_triton(keys.device):
+            from infer.kernels.gpu.match_walk_triton import gumbel_rows_triton
+
+            with launching_on(keys.device):
+                return gumbel_rows_triton(keys, token_ids)
+    return _gumbel_from_bits(_mix_tensor(token_ids * _signed(_STEP) + keys[:, None]))
 
 
 def random_seed() -> int:
@@ -90,6 +125,18 @@ def _gumbel_from_bits(hashes: Tensor) -> Tensor:
     minus_v = bits.view(torch.float64).sub_(2.0)
     exponential = minus_v.log1p_().neg_()
     return exponential.log_().to(torch.float32).neg_()
+
+
+def _mix_tensor(hashes: Tensor) -> Tensor:
+    """`_mix` of int64 `hashes`, which are overwritten."""
+    scratch = torch.empty_like(hashes)
+    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
+        # `>>` is arithmetic: without the mask the sign would spread and the hash would lose bits.
+        torch.bitwise_right_shift(hashes, shift, out=scratch)
+        hashes.bitwise_xor_(scratch.bitwise_and_((1 << (64 - shift)) - 1))
+        if multiplier is not None:
+            hashes.mul_(_signed(multiplier))
+    return hashes
 
 
 @lru_cache(maxsize=8)

@@ -4,24 +4,30 @@ A `RowGroup` is one request's share: a run of rows that see the request's commit
 `PackedRows` lays the groups side by side and tells the attention function where each row's keys and values go and
 which columns each row sees. It is handed to a stock model as a forward keyword argument.
 
-Shapes: R packed rows, B slots in the range used, N rows a slot after padding, L columns that any row sees.
+Shapes: R packed rows, B slots in the range used, N rows a slot after padding, L columns that any row sees, Hq query
+heads, K key/value heads, D head size of keys, Dv of values.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import numpy as np
 import torch
 
+from heads.transfer import sent
+from infer.attention import attend
 from infer.cache import SlotCache
 
 if TYPE_CHECKING:
     from infer.kernels.paths import RowPaths
 
+LONG_TEXT = 64
+"""Rows of a prompt that are worth an attention of their own."""
 PACKED_ROWS = "packed_rows"
 """Name of the forward keyword argument under which the metadata reaches the attention function."""
 
@@ -128,7 +134,56 @@ def _positions(group: RowGroup) -> Sequence[int]:
     return [group.prefix + depth for depth in group.depths]
 
 
-class PackedRows:
+class AttentionSettings(TypedDict, total=False):
+    """What a layer hands to its attention. scaling: of scores, None for D ** -0.5. sliding_window: a row at position t
+    sees positions above t - window alone. softcap: scores are squashed into (-softcap, softcap), as in Gemma-2."""
+
+    scaling: float | None
+    sliding_window: int | None
+    softcap: float | None
+
+
+class Rows(ABC):
+    """Rows of one forward, as the attention function is told of them.
+
+    token_ids, positions [R]. columns [R]: where each row's keys and values go, over all slots of `cache`.
+    """
+
+    cache: SlotCache
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    columns: torch.Tensor
+
+    @abstractmethod
+    def attend(self, query: torch.Tensor, layer: int, **settings: Unpack[AttentionSettings]) -> torch.Tensor:
+        """Attention of `query` [Hq, R, D] over the columns that each row sees, once all rows are stored; returns
+        [R, Hq, Dv]."""
+
+    def store_and_attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        **settings: Unpack[AttentionSettings],
+    ) -> torch.Tensor:
+        """The same, after the rows' `key` [K, R, D] and `value` [K, R, Dv] are stored."""
+        self.cache.write(layer, self.columns, key, value)
+        return self.attend(query, layer, **settings)
+
+
+class RowsAttend:
+    """The attention of a head's rows over its cache of one layer: a `heads.layers.Attend`."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """query [R, Hq, D], key [R, K, D], value [R, K, Dv]; returns [R, Hq, Dv]."""
+        return self.rows.store_and_attend(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), 0)
+
+
+class PackedRows(Rows):
     """Metadata of one forward over `groups`, at most one a slot.
 
     use_kernel: whether attention runs on headstart's kernel (`infer.kernels.paths`), which must have one for the cache.
@@ -149,8 +204,8 @@ class PackedRows:
 
         tokens = [token for group in groups for token in group.tokens]
         positions = [position for group in groups for position in _positions(group)]
-        self.token_ids = torch.tensor(tokens, device=device)  # [R]
-        self.positions = torch.tensor(positions, device=device)  # [R]
+        self.token_ids = sent(torch.tensor(tokens), device)  # [R]
+        self.positions = sent(torch.tensor(positions), device)  # [R]
         self._biases: dict[tuple[int | None, torch.dtype, int], torch.Tensor | None] = {}
 
     @cached_property
@@ -160,14 +215,38 @@ class PackedRows:
 
         return RowPaths(self)
 
+    def attend(self, query: torch.Tensor, layer: int, **settings: Unpack[AttentionSettings]) -> torch.Tensor:
+        return attend(query, layer, self, **settings)
+
+    def store_and_attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        **settings: Unpack[AttentionSettings],
+    ) -> torch.Tensor:
+        if self.use_kernel and settings.get("softcap") is None:
+            from infer.kernels.paths import attend_paths
+
+            scaling, window = settings.get("scaling"), settings.get("sliding_window")
+            return attend_paths(query, key, value, layer, self, scaling=scaling, sliding_window=window)
+        return super().store_and_attend(query, key, value, layer, **settings)
+
+    def is_long_text(self, window: int | None) -> bool:
+        """Whether the rows are long runs of text, all of which lies in every row's window."""
+        is_text = all(group.ancestors is None for group in self.groups)
+        longest = max(len(group.tokens) for group in self.groups)
+        return is_text and longest >= LONG_TEXT and (window is None or self.length <= window)
+
     @cached_property
-    def columns(self) -> torch.Tensor:
+    def columns(self) -> torch.Tensor:  # type: ignore[override]
         """Where each row's keys and values go [R], over all slots."""
         starts = [group.slot * self.cache.num_columns + group.prefix + group.offset for group in self.groups]
         columns = [
             start + row for start, group in zip(starts, self.groups, strict=True) for row in range(len(group.tokens))
         ]
-        return torch.tensor(columns, device=self.token_ids.device)
+        return sent(torch.tensor(columns), self.token_ids.device)
 
     @cached_property
     def _padding(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -183,7 +262,7 @@ class PackedRows:
         pad = np.zeros(size, dtype=np.int64)
         pad[unpad] = np.arange(self.num_rows)
         device = self.token_ids.device
-        return torch.from_numpy(pad).to(device), torch.from_numpy(unpad).to(device)
+        return sent(torch.from_numpy(pad), device), sent(torch.from_numpy(unpad), device)
 
     def pad(self, rows: torch.Tensor) -> torch.Tensor:
         """[heads, R, D] -> [heads, B, N, D]; rows that pad a slot repeat row 0 and are dropped by `unpad`."""
@@ -208,7 +287,7 @@ class PackedRows:
             visible = self._visible(window)
             bias = None
             if not visible.all():
-                blocked = torch.from_numpy(~visible).to(self.token_ids.device)
+                blocked = sent(torch.from_numpy(~visible), self.token_ids.device)
                 bias = torch.zeros(blocked.shape, dtype=dtype, device=blocked.device).masked_fill_(blocked, -torch.inf)
                 bias = bias[:, None].repeat(1, 1, repeats, 1)
             self._biases[key] = bias

@@ -20,6 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -247,8 +248,16 @@ class Processor:
         if self.params.greedy:
             return row
         if self.params.temperature != 1.0:
-            row = row / self.params.temperature
+            row = row / _divisor(self.params.temperature, row.device)
         return self._truncate(row)
+
+    @property
+    def only_scales(self) -> bool:
+        """Whether scores are the logits over the temperature (greedy: the logits) whatever tokens came before."""
+        params = self.params
+        truncates = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        edits = self._needs_history or self._bias is not None or self.constraint is not None or params.min_tokens > 0
+        return not (edits or truncates)
 
     def _writes(self, num_output_ids: int) -> bool:
         return (
@@ -323,6 +332,12 @@ class Processor:
             return None
         ids = torch.tensor(list(logit_bias), dtype=torch.int64, device=self.device)
         return ids, torch.tensor(list(logit_bias.values()), dtype=torch.float32, device=self.device)
+
+
+@lru_cache(maxsize=64)
+def _divisor(temperature: float, device: torch.device) -> Tensor:
+    """As a tensor: by a number CUDA would multiply with its reciprocal, which rounds otherwise than a division."""
+    return torch.tensor(temperature, dtype=torch.float32, device=device)
 
 
 def probs(scores: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from infer.cache import SlotCache
 from infer.chat import tokenizer_hash
 from infer.fingerprint import fingerprint_of, vocabulary_hash
 from infer.fixed import FixedRows, forwards
-from infer.fuse import WAYS, FusedModules, available_way
+from infer.fuse import COPYING_WAYS, WAYS, FusedModules, possible_ways
 from infer.grammar import Grammars
 from infer.kernels.build import has_kernels
 from infer.kernels.paths import has_kernel
@@ -48,7 +48,7 @@ from infer.placement import (
     whole_weight,
 )
 from infer.quantize import round_in_place
-from infer.rows import PACKED_ROWS, PackedRows, RowGroup, check_room, tree_group
+from infer.rows import PACKED_ROWS, AttentionSettings, PackedRows, RowGroup, Rows, check_room, tree_group
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -276,7 +276,7 @@ class TargetModel:
         """Compute the modules that this view does not share in the target's way too."""
         self.fused = FusedModules(self.model, self.forward_kind)
         self.fused.enable()
-        if self._attends_by_kernel:
+        if self._fuses_layers:
             self.fused.add_layers(self.layers, self._windows)
 
     def twin(self, *, own_layers: bool) -> Any:
@@ -312,6 +312,11 @@ class TargetModel:
 
     def _uses_softcap(self) -> bool:
         return getattr(self.config, "attn_logit_softcapping", None) is not None
+
+    @property
+    def _fuses_layers(self) -> bool:
+        """Whether attention modules and whole layers have faster forwards too."""
+        return self._attends_by_kernel or self.forward_kind == "triton"
 
     @property
     def pads_rows(self) -> bool:
@@ -505,6 +510,22 @@ class TargetModel:
             taps=torch.cat([output.taps for output in outputs if output.taps is not None]) if taps else None,
         )
 
+    @torch.inference_mode()
+    def forward_rows(self, rows: Rows, *, taps: Sequence[int] = ()) -> TargetOutput:
+        """One forward over rows that were laid out already, of all of which logits are wanted; nothing waits for the
+        device."""
+        return self._forward_rows(rows, None, taps)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether a device map has put its layers on several devices, or some of them away."""
+        return self._is_placed
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a layer sees only the last tokens."""
+        return any(window is not None for window in self._windows.values())
+
     def _packed(self, groups: Sequence[RowGroup], cache: SlotCache) -> PackedRows:
         return PackedRows(groups, cache, use_kernel=self._attends_by_kernel)
 
@@ -517,9 +538,7 @@ class TargetModel:
             return TargetOutput(logits=output.logits[first : first + len(logit_rows)], taps=states)
         return TargetOutput(logits=output.logits[list(logit_rows)], taps=states)
 
-    def _forward_rows(
-        self, rows: PackedRows | FixedRows, logit_rows: Sequence[int] | None, taps: Sequence[int]
-    ) -> TargetOutput:
+    def _forward_rows(self, rows: Rows, logit_rows: Sequence[int] | None, taps: Sequence[int]) -> TargetOutput:
         keep = None if logit_rows is None else torch.tensor(list(logit_rows), device=self.device)
         with _ONE_FORWARD, self.tapped(taps) as states:
             arguments: dict[str, Any] = {PACKED_ROWS: rows}
@@ -631,7 +650,7 @@ class TargetModel:
             self._check_windows(self._windows)
             cache = self.new_cache(num_slots=2, num_columns=len(tokens))
             self._attends_by_kernel = self.forward_kind == "kernels" and has_kernel(cache, probe.num_query_heads)
-            if self._attends_by_kernel:
+            if self._fuses_layers:
                 self.fused.add_layers(self.layers, self._windows)
             first = RowGroup(slot=1, prefix=0, tokens=tokens[:5])
             rest = RowGroup(slot=1, prefix=5, tokens=tokens[5:])
@@ -659,42 +678,32 @@ class TargetModel:
             )
 
 
-class _ShapeProbe:
-    """Stands in for PackedRows once, to learn which layers attend, their windows, and the shape of keys and values."""
+class _ShapeProbe(Rows):
+    """Stands in for a forward's rows once, to learn which layers attend, their windows, and the shape of keys and
+    values."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self.num_layers = num_layers
+        self.num_query_heads = 0
         self.shapes: dict[int, tuple[int, int, int]] = {}
         self.windows: dict[int, int | None] = {}
-        self.cache = self
         self.columns = torch.empty(0, device=device)
-        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.first_slot = self.last_slot = self.length = 0
-        self.num_slots = 1
-        self.rows_per_slot = 0
-        self.num_query_heads = 0
-        self.use_kernel = False
-        self._layer = -1
 
-    def write(self, layer: int, columns: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.shapes[layer] = (keys.shape[0], keys.shape[-1], values.shape[-1])
-        self._last = (keys[None], values[None])
-        self.rows_per_slot = keys.shape[1]
-        self._layer = layer
+    def store_and_attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        **settings: Unpack[AttentionSettings],
+    ) -> torch.Tensor:
+        self.shapes[layer] = (key.shape[0], key.shape[-1], value.shape[-1])
+        return self.attend(query, layer, **settings)
 
-    def read(self, *_: int) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._last is not None
-        return self._last
-
-    def pad(self, rows: torch.Tensor) -> torch.Tensor:
-        self.num_query_heads = len(rows)
-        return rows[:, None]
-
-    def unpad(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows[0]
-
-    def bias(self, window: int | None, *_: Any) -> None:
-        self.windows[self._layer] = window
+    def attend(self, query: torch.Tensor, layer: int, **settings: Unpack[AttentionSettings]) -> torch.Tensor:
+        self.windows[layer] = settings.get("sliding_window")
+        self.num_query_heads = len(query)
+        return query.new_zeros((query.shape[1], len(query), self.shapes[layer][2]))
 
     def shape(self) -> tuple[int, int, int]:
         if sorted(self.shapes) != list(range(self.num_layers)):
@@ -712,15 +721,17 @@ def _chosen_way(model: nn.Module, asked: str) -> str:
     """How the model's modules are computed: as asked, if that can be, or the fastest way for which there is memory."""
     if asked == "eager":  # which needs no kernels, so none are looked for
         return asked
-    available = available_way(model)
+    possible = possible_ways(model)
+    available = possible[-1]
     if asked != "auto":
-        if WAYS.index(asked) > WAYS.index(available):
+        if asked not in possible:
             raise ValueError(
                 f"forward {asked!r} cannot be had here, only {available!r}: kernels need a CPU with AVX512-BF16, a C++ "
-                "compiler and float32 or bfloat16 weights; packed needs oneDNN and such weights on a CPU"
+                "compiler and float32 or bfloat16 weights; packed needs oneDNN and such weights on a CPU; triton needs "
+                "Triton and all weights on one GPU"
             )
         return asked
-    room = available_bytes()
+    room = available_bytes() if available in COPYING_WAYS else None
     needed = sum(module.weight.nbytes for module in model.modules() if type(module) is nn.Linear)
     return "eager" if room is not None and 2 * needed > room else available
 

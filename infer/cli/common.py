@@ -88,8 +88,9 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
         "--forward",
         default="auto",
         choices=("auto", *WAYS),
-        help="how the target is computed on a CPU: torch's operations (eager), weights laid out for them (packed), or "
-        "headstart's kernels; auto takes the fastest that this machine has",
+        help="how the target is computed: by torch's operations (eager), on a CPU with weights laid out for them "
+        "(packed) or on headstart's kernels (kernels), on a GPU with fused operations (triton); auto takes the "
+        "fastest that this machine has",
     )
     return group
 
@@ -107,6 +108,12 @@ def add_tree_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="take fewer nodes where the machine's cost table says that they do not pay",
     )
+    group.add_argument(
+        "--graphs",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="run whole rounds on the device, as CUDA graphs (default: on a GPU, where the model allows it)",
+    )
     add_exactness_arguments(parser)
 
 
@@ -121,7 +128,10 @@ def add_exactness_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--rule", choices=sorted(RULES), help="verification rule (default: what the exactness implies)")
     group.add_argument(
-        "--row-width", type=int, metavar="N", help="rows of every forward, with --exactness bitwise (default: 16)"
+        "--row-width",
+        type=int,
+        metavar="N",
+        help="rows of every forward, with --exactness bitwise (default: 16, on a GPU 64)",
     )
 
 
@@ -443,6 +453,7 @@ def build_engine(
         rule=rule,
         row_width=args.row_width,
         tree=tree,
+        graphs=args.graphs,
         hybrid=hybrid,
     )
 

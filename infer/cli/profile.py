@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from infer.profile import plot, profile
 
     _check(args)
+    args.graphs = False  # a graph cannot be taken apart, so rounds are those of the host
     common.warn_if_busy()
     chats = common.read_chats(args) if args.rounds else []
     target = common.load_target(args)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -30,12 +30,14 @@ from infer.cache import SlotCache
 from infer.calibration import Calibration
 from infer.cost import median_milliseconds
 from infer.drafters.base import Room, TreeSettings
+from infer.drafters.fused import fused_view
 from infer.drafters.growing import TreeGrower
-from infer.drafters.packed import RowsAttend, packed_view
+from infer.drafters.packed import packed_view
 from infer.drafters.stepper import DraftRound, Frontier, Stepper
+from infer.kernels.gpu import runs_triton
 from infer.kernels.paths import has_kernel
 from infer.request import Request
-from infer.rows import GrowingRows, PackedRows, RowGroup
+from infer.rows import GrowingRows, PackedRows, RowGroup, RowsAttend
 
 _MOST_PENDING = 512
 """States of a text that wait to be read; more are read at once, so that no long text is held in states."""
@@ -59,9 +61,28 @@ class _Memory:
         if len(self.pending) > _MOST_PIECES:
             self.pending = [torch.cat(self.pending)]
 
+    def mark_read(self) -> None:
+        """What waited is read."""
+        self.num_rows += self.num_pending
+        self.pending.clear()
+
+
+Head = TypeVar("Head", bound=DraftHead)
+
+
+def decoding_view(head: Head) -> Head:
+    """The head as it decodes fastest where its weights are: on packed weights on a CPU, with fused operations on a GPU
+    (or a CPU that interprets its kernels); the head itself where there is neither."""
+    return fused_view(head) if runs_triton(head.device) else packed_view(head)
+
 
 class HeadStepper(ABC):
-    """What steppers of all heads share: reading the text's states (`infer.drafters.stepper` says what a stepper is)."""
+    """What steppers of all heads share: reading the text's states (`infer.drafters.stepper` says what a stepper is).
+
+    network: the head as it decodes, from `open` on.
+    """
+
+    network: DraftHead
 
     def __init__(self, head: DraftHead, *, name: str) -> None:
         head.eval().requires_grad_(False)
@@ -79,6 +100,11 @@ class HeadStepper(ABC):
     @property
     def begin_milliseconds(self) -> float:
         return self.step_milliseconds
+
+    @property
+    def cache(self) -> SlotCache | None:
+        """Of the head's own layer, if it has one; made anew by `open`."""
+        return self._cache
 
     def observe(self, request: Request, states: torch.Tensor | None) -> None:
         assert states is not None
@@ -146,8 +172,7 @@ class HeadStepper(ABC):
             tokens = request.tokens_from(memory.num_rows + 1)[:num_new]  # a prompt may go on behind them
             assert len(tokens) == num_new, f"{num_new} states for {len(tokens)} tokens"
             groups.append(RowGroup(slot=request.slot, prefix=memory.num_rows, tokens=tokens))
-            memory.num_rows += num_new
-            memory.pending.clear()
+            memory.mark_read()
         return groups, (taps[0] if len(taps) == 1 else torch.cat(taps)).to(self._dtype)
 
     def _packed(self, groups: Sequence[RowGroup]) -> tuple[PackedRows, Attend]:
@@ -170,14 +195,16 @@ class HeadStepper(ABC):
 class RecurrentStepper(HeadStepper):
     """See the module."""
 
+    network: RecurrentHead
+
     def __init__(self, head: RecurrentHead, *, name: str) -> None:
         super().__init__(head, name=name)
-        self.head = self._network = head
+        self.head = self.network = head
 
     def open(self, room: Room) -> None:
         self._branch = room.tree.branch
-        if self._network is self.head:
-            self._network = packed_view(self.head)
+        if self.network is self.head:
+            self.network = decoding_view(self.head)
         self._make_cache(self.head.config, room, room.tree.max_depth * room.tree.beam)
         if room.tree.adaptive and not self.step_milliseconds:
             self.step_milliseconds = self.measure_step()
@@ -215,16 +242,16 @@ class RecurrentStepper(HeadStepper):
     def read_committed(self, requests: Sequence[Request]) -> torch.Tensor:
         """Run the head over states that came since the last round; returns each request's last new state [B, H]."""
         groups, taps = self._take_pending(requests)
-        return _last_rows(groups, self.forward(groups, self._network.fuse(taps)))
+        return _last_rows(groups, self.forward(groups, self.network.fuse(taps)))
 
     def forward(self, groups: Sequence[RowGroup], states: torch.Tensor) -> torch.Tensor:
         """One head forward over packed rows [R, H] -> [R, H]."""
         rows, attend_rows = self._packed(groups)
-        return cast(torch.Tensor, self._network(rows.token_ids, states, rows.positions, attend_rows))
+        return cast(torch.Tensor, self.network(rows.token_ids, states, rows.positions, attend_rows))
 
     def logits(self, states: torch.Tensor, depth: int) -> torch.Tensor:
         """Draft logits [F, C] of nodes at `depth`, from their states [F, H]."""
-        return self._network.logits(states, depth)
+        return self.network.logits(states, depth)
 
 
 class _RecurrentRound:
@@ -256,14 +283,16 @@ class _RecurrentRound:
 class PathStepper(HeadStepper):
     """See the module."""
 
+    network: PathHead
+
     def __init__(self, head: PathHead, *, name: str) -> None:
         super().__init__(head, name=name)
-        self.head = self._network = head
+        self.head = self.network = head
 
     def open(self, room: Room) -> None:
         self._branch = room.tree.branch
-        if self._network is self.head:
-            self._network = packed_view(self.head)
+        if self.network is self.head:
+            self.network = decoding_view(self.head)
         if self.head.has_prefix_layer:
             self._make_cache(self.head.config, room, 0)
         if room.tree.adaptive and not self.step_milliseconds:
@@ -290,13 +319,13 @@ class PathStepper(HeadStepper):
         groups, taps = self._take_pending(requests)
         if self.head.has_prefix_layer:
             rows, attend_rows = self._packed(groups)
-            return _last_rows(groups, self._network.roots(taps, rows.token_ids, rows.positions, attend_rows))
+            return _last_rows(groups, self.network.roots(taps, rows.token_ids, rows.positions, attend_rows))
         taps = _last_rows(groups, taps)
         tokens = torch.tensor([group.tokens[-1] for group in groups], device=self._device)
-        return self._network.roots(taps, tokens, torch.zeros_like(tokens), _no_attention)
+        return self.network.roots(taps, tokens, torch.zeros_like(tokens), _no_attention)
 
     def draft_logits(self, roots: torch.Tensor, path_tokens: torch.Tensor, depth: int) -> torch.Tensor:
-        return self._network.logits(self._network.draft(roots, path_tokens, depth), depth)
+        return self.network.logits(self.network.draft(roots, path_tokens, depth), depth)
 
 
 class _PathRound:

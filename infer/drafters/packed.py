@@ -20,12 +20,10 @@ from heads.base import DraftHead
 from heads.eagle1 import DecoderLayer
 from heads.eagle3 import MidLayer
 from heads.layers import Attend, Attention, Block, GatedMLP, RMSNorm, Rotary
-from infer.attention import attend
 from infer.kernels.decoder import DecoderKernel
 from infer.kernels.layers import gate_forward, norm_forward
-from infer.kernels.paths import attend_paths
 from infer.packing import PackedWeight, is_packable, pack_linear
-from infer.rows import PackedRows
+from infer.rows import PackedRows, RowsAttend
 
 Head = TypeVar("Head", bound=DraftHead)
 
@@ -79,21 +77,6 @@ def _view(module: nn.Module) -> nn.Module:
     return twin
 
 
-class RowsAttend:
-    """The attention of a forward's rows over a cache of one layer: an `Attend`."""
-
-    def __init__(self, rows: PackedRows) -> None:
-        self.rows = rows
-
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        rows = self.rows
-        query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-        if rows.use_kernel:
-            return attend_paths(query, key, value, 0, rows)
-        rows.cache.write(0, rows.columns, key, value)
-        return attend(query, 0, rows)
-
-
 def _block(twin: MidLayer | DecoderLayer) -> Block | None:
     """Attention and MLP of a layer in one call, where all of it runs on kernels."""
     attention, mlp, norm = twin.self_attn, twin.mlp, twin.post_attention_layernorm
@@ -114,9 +97,10 @@ def _block(twin: MidLayer | DecoderLayer) -> Block | None:
     )
 
     def block(inputs: torch.Tensor, residual: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
-        if isinstance(attend, RowsAttend) and attend.rows.use_kernel and not torch.is_grad_enabled():
+        rows = attend.rows if isinstance(attend, RowsAttend) else None
+        if isinstance(rows, PackedRows) and rows.use_kernel and not torch.is_grad_enabled():
             cosines, sines = (table.squeeze(-2) for table in rotary)
-            return kernel(residual, (cosines, sines), attend.rows, 0, inputs=inputs)
+            return kernel(residual, (cosines, sines), rows, 0, inputs=inputs)
         states = residual + attention(inputs, rotary, attend)
         return cast(torch.Tensor, states + mlp(norm(states)))
 

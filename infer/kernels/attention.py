@@ -11,6 +11,7 @@ Shapes: R rows, H hidden, Hq query heads, K key/value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,41 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 ModuleForward = Callable[..., tuple[torch.Tensor, None]]
 
 _PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_NORMS = {"q_norm", "k_norm"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """Of a module with Llama's parts and no others, but for norms of queries and keys perhaps (has_norms). head_counts:
+    of queries, keys and values."""
+
+    layer: int
+    head_size: int
+    head_counts: tuple[int, int, int]
+    scaling: float | None
+    has_norms: bool
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(count * self.head_size for count in self.head_counts)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> AttentionShape | None:
+        own = {name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False))}
+        softcap = getattr(module, "attn_logit_softcapping", None)
+        if own - _NORMS != _PARTS or not hasattr(module, "layer_idx") or softcap is not None:
+            return None
+        head_size = int(getattr(module, "head_dim", 0))
+        query, key, value = (int(getattr(module, name).out_features) for name in ("q_proj", "k_proj", "v_proj"))
+        if not head_size or query % head_size or key % head_size or key != value:
+            return None
+        return cls(
+            layer=int(module.layer_idx),  # type: ignore[arg-type]
+            head_size=head_size,
+            head_counts=(query // head_size, key // head_size, value // head_size),
+            scaling=getattr(module, "scaling", None),
+            has_norms=not own.isdisjoint(_NORMS),
+        )
 
 
 def attention_forward(
@@ -31,16 +67,10 @@ def attention_forward(
 ) -> ModuleForward | None:
     """A forward for `module`; None if it is of another kind. `project` computes queries, keys and values side by side,
     `output` is the product after attention. `window`: what the module hands to its attention function."""
-    own = {name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False))}
-    softcap = getattr(module, "attn_logit_softcapping", None)
-    if own != _PARTS or not hasattr(module, "layer_idx") or softcap is not None:
+    shape = AttentionShape.of(module)
+    if shape is None or shape.has_norms:
         return None
-    head_size, layer = int(getattr(module, "head_dim", 0)), int(module.layer_idx)  # type: ignore[arg-type]
-    widths = [int(getattr(module, name).out_features) for name in ("q_proj", "k_proj", "v_proj")]
-    if not head_size or any(width % head_size for width in widths) or widths[1] != widths[2]:
-        return None
-    head_counts = [width // head_size for width in widths]
-    scaling = getattr(module, "scaling", None)
+    layer, head_size, head_counts, scaling = shape.layer, shape.head_size, shape.head_counts, shape.scaling
     original = module.forward
 
     def forward_with(project: Forward, output: Forward) -> ModuleForward:
@@ -76,7 +106,7 @@ def attention_forward(
         return forward
 
     dtype: torch.dtype = module.q_proj.weight.dtype  # type: ignore[union-attr, assignment]
-    alike = attends_alike(module, forward_with, layer=layer, widths=widths, head_size=head_size, dtype=dtype)
+    alike = attends_alike(module, forward_with, layer=layer, widths=shape.widths, head_size=head_size, dtype=dtype)
     return forward_with(project, output) if alike else None
 
 
@@ -86,13 +116,22 @@ def asked_of_kernel(
     dtype: torch.dtype,
     head_size: int,
 ) -> tuple[PackedRows, tuple[torch.Tensor, torch.Tensor]] | None:
-    """The rows of a stock module's call, and its cosines and sines [R, D]; None where kernels cannot answer it.
-
-    Kernels read those [1, R, D] for all numbers of a head, in the states' own dtype.
-    """
+    """The rows of a stock module's call, and its cosines and sines [R, D]; None where kernels cannot answer it."""
     rows = kwargs.get(PACKED_ROWS)
-    if isinstance(rows, PackedRows) and rows.use_kernel and position_embeddings is not None:
-        cosines, sines = position_embeddings
-        if all(each.dtype is dtype and each.shape[-1] == head_size for each in position_embeddings):
-            return rows, (cosines[0], sines[0])
+    rotary = rotary_of(position_embeddings, dtype, head_size)
+    return (rows, rotary) if isinstance(rows, PackedRows) and rows.use_kernel and rotary is not None else None
+
+
+def rotary_of(
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None, dtype: torch.dtype, head_size: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Cosines and sines [R, D] of a stock module's call; None where kernels cannot read them.
+
+    They do [1, R, D] for all numbers of a head, in the states' own dtype.
+    """
+    if position_embeddings is None:
+        return None
+    cosines, sines = position_embeddings
+    if all(each.dtype is dtype and each.shape[-1] == head_size for each in position_embeddings):
+        return cosines[0], sines[0]
     return None

@@ -8,7 +8,6 @@ Shapes: R rows, H hidden, I intermediate.
 
 from __future__ import annotations
 
-import copy
 import ctypes
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from infer.kernels.build import has_kernels, kernel
-from infer.kernels.trial import gates_alike
+from infer.kernels.trial import gates_alike, norms_alike
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -50,17 +49,11 @@ def norm_forward(norm: nn.Module) -> Forward | None:
     return forward if _is_rms_norm(norm, eps) else None
 
 
-@torch.inference_mode()
 def _is_rms_norm(norm: nn.Module, eps: float) -> bool:
-    """In float32, where a weight is told from one plus a weight (Gemma's), however large it is."""
-    wide = copy.deepcopy(norm).float()
-    weight: torch.Tensor = wide.weight  # type: ignore[assignment]
-    rows = torch.randn((3, len(weight)), generator=torch.Generator().manual_seed(0))
-    expected = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * weight
-    try:
-        return torch.allclose(wide(rows[None])[0], expected, rtol=1e-5, atol=1e-6)
-    except (TypeError, RuntimeError):  # not a module of one input
-        return False
+    def formula(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * weight
+
+    return norms_alike(norm, formula, dtype=torch.float32, rtol=1e-5, atol=1e-6)
 
 
 def gate_forward(mlp: nn.Module, gate_and_up: Forward, down: Forward) -> Forward | None:

@@ -2,13 +2,14 @@
 
 A module's parts are known by then, and what is tried is how it puts them together, with stand-ins whose results are of
 a size that tells factors, clips and activations apart. With its own parts a small model's residual would hide them, as
-the differences are below the rounding of the result.
+the differences are below the rounding of the result. All of it runs where the module's weights are.
 
 Shapes: R rows, H hidden, I intermediate, D head size.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from infer.rows import PACKED_ROWS, PackedRows, RowGroup
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 _NUM_ROWS = 5
-_ATTENTION_TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-4}
+_ATTENTION_TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.004, torch.float32: 1e-4}
 """Rotations that are rounded at another place, as a share of the largest result."""
 _REFUSALS = (TypeError, RuntimeError, ValueError, AttributeError, IndexError, KeyError)
 """What a module of another kind raises: it wants other arguments, or does other things with results."""
@@ -38,10 +39,13 @@ def attends_alike(
     widths: Sequence[int],
     head_size: int,
     dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> bool:
     """Whether the attention `module` does with its projections' results what `forward_with` (the product of all three,
     the product after attention) does: for scores that differ a good deal, at places that turn queries and keys as much,
-    and for values that no clip lets through. `widths`: of queries, keys and values."""
+    and for values that no clip lets through. `widths`: of queries, keys and values. `device`: where `forward_with` runs
+    by itself; None for headstart's CPU kernel, which there must be."""
+    use_kernel, device = device is None, device or torch.device("cpu")
     num_heads, num_kv_heads, _ = (width // head_size for width in widths)
     cache = SlotCache(
         num_layers=layer + 1,
@@ -51,24 +55,24 @@ def attends_alike(
         num_slots=1,
         num_columns=_NUM_ROWS,
         dtype=dtype,
-        device="cpu",
+        device=device,
     )
-    if not has_kernel(cache, num_heads):
+    if use_kernel and not has_kernel(cache, num_heads):
         return False
-    hidden = _random(int(module.q_proj.in_features), dtype, seed=0)  # type: ignore[union-attr, arg-type]
+    hidden = _random(int(module.q_proj.in_features), dtype, device, seed=0)  # type: ignore[union-attr, arg-type]
     query, key, value = (
-        _random(width, dtype, seed=seed, scale=scale)
+        _random(width, dtype, device, seed=seed, scale=scale)
         for seed, width, scale in zip((1, 2, 3), widths, (2.0, 2.0, 1000.0), strict=True)
     )
     half = 6 * torch.rand((1, _NUM_ROWS, head_size // 2), generator=torch.Generator().manual_seed(0))
     angles = torch.cat([half, half], dim=-1)  # [1, R, D]
-    rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+    rotary = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
     parts: dict[str, Forward] = {"q_proj": _given(query, hidden), "k_proj": _given(key, hidden)}
     parts |= {"v_proj": _given(value, hidden), "o_proj": _unchanged}
     side_by_side = _given(torch.cat([query, key, value], dim=-1), hidden)
     results = []
     for forward in (module.forward, forward_with(side_by_side, _unchanged)):
-        rows = PackedRows([RowGroup(slot=0, prefix=0, tokens=[0] * _NUM_ROWS)], cache, use_kernel=True)
+        rows = PackedRows([RowGroup(slot=0, prefix=0, tokens=[0] * _NUM_ROWS)], cache, use_kernel=use_kernel)
         try:
             with _exchanged(module, parts):
                 result = forward(hidden, position_embeddings=rotary, attention_mask=None, **{PACKED_ROWS: rows})
@@ -84,8 +88,9 @@ def attends_alike(
 def adds_up(layer: nn.Module, dtype: torch.dtype) -> bool:
     """Whether the decoder `layer` is two residuals, around attention and an MLP after norms: to the bit, and without a
     factor on any of them."""
-    size = len(layer.input_layernorm.weight)  # type: ignore[union-attr, arg-type]
-    hidden, attended, added, first, then = (_random(size, dtype, seed=seed) for seed in range(5))
+    weight: torch.Tensor = layer.input_layernorm.weight  # type: ignore[union-attr, assignment]
+    device = weight.device
+    hidden, attended, added, first, then = (_random(len(weight), dtype, device, seed=seed) for seed in range(5))
     attention = _given(attended, first)
     parts: dict[str, Callable[..., Any]] = {
         "input_layernorm": _given(first, hidden),
@@ -93,7 +98,7 @@ def adds_up(layer: nn.Module, dtype: torch.dtype) -> bool:
         "post_attention_layernorm": _given(then, hidden + attended),
         "mlp": _given(added, then),
     }
-    rotary = torch.zeros((2, 1, _NUM_ROWS, 2), dtype=dtype)
+    rotary = torch.zeros((2, 1, _NUM_ROWS, 2), dtype=dtype, device=device)
     try:
         with _exchanged(layer, parts):
             result = layer.forward(hidden, position_embeddings=(rotary[0], rotary[1]))
@@ -103,12 +108,15 @@ def adds_up(layer: nn.Module, dtype: torch.dtype) -> bool:
 
 
 @torch.inference_mode()
-def gates_alike(mlp: nn.Module, gated: Forward, *, sizes: tuple[int, int], dtype: torch.dtype) -> bool:
+def gates_alike(
+    mlp: nn.Module, gated: Forward, *, sizes: tuple[int, int], dtype: torch.dtype, device: torch.device | None = None
+) -> bool:
     """Whether `mlp` does with its projections' results what `gated` does with them side by side, over the range where
-    activations differ. `sizes`: H and I."""
+    activations differ. `sizes`: H and I. `device`: None for the CPU."""
     num_inputs, size = sizes
-    hidden = _random(num_inputs, dtype, seed=0)
-    gate, up = (_random(size, dtype, seed=seed, scale=2.0) for seed in (1, 2))
+    device = device or torch.device("cpu")
+    hidden = _random(num_inputs, dtype, device, seed=0)
+    gate, up = (_random(size, dtype, device, seed=seed, scale=2.0) for seed in (1, 2))
     parts = {"gate_proj": _given(gate, hidden), "up_proj": _given(up, hidden), "down_proj": _unchanged}
     try:
         with _exchanged(mlp, parts):
@@ -118,6 +126,44 @@ def gates_alike(mlp: nn.Module, gated: Forward, *, sizes: tuple[int, int], dtype
     found = gated(torch.cat([gate, up], dim=-1))
     tolerance = max(2 * torch.finfo(dtype).eps, 1e-5)
     return found.shape == expected.shape and torch.allclose(found.float(), expected.float(), rtol=tolerance, atol=1e-6)
+
+
+@torch.inference_mode()
+def norms_alike(
+    norm: nn.Module,
+    formula: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    dtype: torch.dtype,
+    rtol: float,
+    atol: float = 0.0,
+) -> bool:
+    """Whether `norm` computes `formula` (rows, its weight) in `dtype`. With a random weight, so that a weight is told
+    from one plus a weight, and a row so small that what is added to its mean square matters."""
+    twin = copy.deepcopy(norm).to(dtype)
+    twin.__dict__.pop("forward", None)  # a faster one computes with the original's weight
+    own: torch.Tensor = twin.weight  # type: ignore[assignment]
+    weight = _random(len(own), dtype, own.device, seed=1)[0, 0]
+    twin.weight = nn.Parameter(weight, requires_grad=False)
+    rows = _random(len(own), dtype, own.device, seed=0)
+    rows[:, 0] *= 1e-3
+    try:
+        found = twin(rows)
+    except _REFUSALS:  # not a module of one input
+        return False
+    if not isinstance(found, torch.Tensor) or found.dtype is not dtype or found.shape != rows.shape:
+        return False
+    return torch.allclose(found.float(), formula(rows, weight).float(), rtol=rtol, atol=atol)
+
+
+@torch.inference_mode()
+def keeps_shape(module: nn.Module, size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `module` makes one tensor of states [1, R, size] of such states."""
+    states = _random(size, dtype, device, seed=0)
+    try:
+        found = module(states)
+    except _REFUSALS:
+        return False
+    return isinstance(found, torch.Tensor) and found.shape == states.shape and found.dtype is dtype
 
 
 @contextmanager
@@ -151,7 +197,7 @@ def _unchanged(inputs: torch.Tensor) -> torch.Tensor:
     return inputs
 
 
-def _random(size: int, dtype: torch.dtype, *, seed: int, scale: float = 1.0) -> torch.Tensor:
+def _random(size: int, dtype: torch.dtype, device: torch.device, *, seed: int, scale: float = 1.0) -> torch.Tensor:
     """[1, R, size]."""
     generator = torch.Generator().manual_seed(seed)
-    return (scale * torch.randn((1, _NUM_ROWS, size), generator=generator)).to(dtype)
+    return (scale * torch.randn((1, _NUM_ROWS, size), generator=generator)).to(device, dtype)

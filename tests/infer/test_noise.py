@@ -12,7 +12,17 @@ import math
 import pytest
 import torch
 
-from infer.noise import _gumbel_from_bits, gumbel, noise_key, position_key, random_seed, uniform
+from infer.noise import (
+    _gumbel_from_bits,
+    gumbel,
+    gumbel_rows,
+    noise_key,
+    position_key,
+    position_keys,
+    position_stream,
+    random_seed,
+    uniform,
+)
 from infer.proof.statistics import chi_square_tail
 
 NUM_TOKENS = 200_000
@@ -197,6 +207,26 @@ def test_extreme_bits_stay_finite() -> None:
     assert bool(torch.isfinite(noise).all())
     assert noise.min().item() == pytest.approx(-math.log(52 * math.log(2)), rel=1e-6)
     assert noise.max().item() == pytest.approx(52 * math.log(2), rel=1e-6)
+
+
+def test_position_keys() -> None:
+    """Of every position, in any order and shape: `position_key`, as a signed number."""
+    streams = torch.tensor([position_stream(*parts) for parts in ((0, 0, 0), (2**63 - 1, 3, 1), (-5, 0, 7))])
+    positions = torch.tensor([0, 1, 77, 2**40, 2**63 - 1, -1, -(2**63)])
+    found = position_keys(streams[:, None], positions)
+    for row, parts in enumerate(((0, 0, 0), (2**63 - 1, 3, 1), (-5, 0, 7))):
+        for column, position in enumerate(positions.tolist()):
+            assert int(found[row, column]) % 2**64 == position_key(*parts, position)
+
+
+def test_noise_of_many_keys() -> None:
+    """To the bit what each key gives alone, for tokens in any order."""
+    keys = [noise_key(7, index) for index in range(6)]
+    ids = torch.randperm(5000, generator=torch.Generator().manual_seed(0))[:1003]
+    signed = torch.tensor([key - 2**64 if key >= 2**63 else key for key in keys])
+    found = gumbel_rows(signed, ids)
+    assert found.dtype is torch.float32
+    assert torch.equal(found, torch.stack([gumbel(key, ids) for key in keys]))
 
 
 def test_random_seeds() -> None:
