@@ -93,6 +93,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the report here too")
     parser.add_argument("--markdown", type=Path, help="write the README's table here")
     parsed = parser.parse_args(arguments)
+    for path in (parsed.json, parsed.markdown):  # told now, and not after eight minutes
+        if path is not None and not path.absolute().parent.is_dir():
+            parser.error(f"there is no folder {path.parent} to write {path.name} to")
     if torch.device(parsed.device).type == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device {parsed.device}: torch {torch.__version__} sees no GPU; use --device cpu")
     return parsed

@@ -58,10 +58,19 @@ def static_rounds(
             f"{target.name} is spread over devices by a device_map, and graphs need a model on one: load it on one "
             "device, or leave graphs out"
         )
+    if graphs and exactness == "bitwise" and row_width is None:
+        raise ValueError(
+            "this target keeps its bits on headstart's CPU kernels, which no graph holds: leave graphs out, or give "
+            "row_width to have forwards of that many rows"
+        )
+    if graphs and row_width is not None and not _has_room(drafter, tree, row_width):
+        raise ValueError(
+            f"a tree of {tree.max_nodes} nodes and its root do not fit into forwards of {row_width} rows, as graphs "
+            f"need it: raise row_width to at least {1 + tree.max_nodes}, or lower the nodes"
+        )
     wanted = target.device.type == "cuda" if graphs is None else graphs
     keeps_bits_by_kernels = exactness == "bitwise" and row_width is None  # which are not what attends here
-    has_room = drafter is None or _head_stepper(drafter) is not None or row_width is None or tree.max_nodes < row_width
-    if not wanted or target.is_spread or keeps_bits_by_kernels or not has_room:
+    if not wanted or target.is_spread or keeps_bits_by_kernels or not _has_room(drafter, tree, row_width):
         return None
     return StaticRounds(target, drafter, cache, tree, row_width=row_width)
 
@@ -257,6 +266,12 @@ class StaticRounds:
             return None
         states = self._kept[request.slot, : 1 + len(outcome.path)]
         return states if static.draft is not None else states.clone()
+
+
+def _has_room(drafter: Drafter | None, tree: TreeSettings, row_width: int | None) -> bool:
+    """Whether the trees that come from the host fit into a forward; those grown on the device are made to."""
+    is_grown = drafter is None or _head_stepper(drafter) is not None
+    return is_grown or row_width is None or tree.max_nodes < row_width
 
 
 def _head_stepper(drafter: Drafter | None) -> HeadStepper | None:

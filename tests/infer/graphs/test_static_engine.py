@@ -516,3 +516,10 @@ def test_the_old_cache_goes_before_the_new_one_comes(target: TargetModel, monkey
     (completion,) = engine.generate([PROMPTS[0]], sampling(max_tokens=200))
     assert was_gone[0]
     assert completion.token_ids == plain_ids(target, PROMPTS[0], sampling(max_tokens=200))
+
+
+def test_graphs_that_cannot_be_are_refused(target: TargetModel) -> None:
+    """Asked for, they are not left out in silence: the host's trees do not fit into a forward of fixed width."""
+    engine = static_engine(target, NgramDrafter(), exactness="bitwise", row_width=8)
+    with pytest.raises(ValueError, match="a tree of 12 nodes and its root do not fit into forwards of 8 rows"):
+        engine.generate(PROMPTS[:1], sampling())
