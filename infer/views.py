@@ -9,7 +9,7 @@ Shapes: V rows of the LM head, C of those kept, H hidden.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,18 @@ def exchanged(module: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Modul
     twin = copy.copy(module)
     twin._modules = children  # a dict of its own: the copy above still shared the original's
     twin.__dict__.pop("forward", None)  # a faster one (`infer.fuse`) computes with the original's children
+    return twin
+
+
+def with_forwards(module: nn.Module, forward_of: Callable[[Any], Callable[..., Any] | None]) -> Any:
+    """A module of its own over the same parameters, and so its children, each with the forward that `forward_of` gives
+    for it (its own where that is None). Children come before what they are in."""
+    twin = copy.copy(module)
+    children = module._modules.items()
+    twin._modules = {name: None if child is None else with_forwards(child, forward_of) for name, child in children}
+    forward = forward_of(twin)
+    if forward is not None:
+        twin.forward = forward
     return twin
 
 

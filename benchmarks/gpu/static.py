@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.machine import median_ms
 from heads.eagle3 import Eagle3Head
 from infer.cache import SlotCache
-from infer.drafters.head import decoding_view
+from infer.drafters.head import decoding_view, layer_cache
 from infer.graphs.drafting import StaticDraft
 from infer.graphs.rounds import StaticRound
 from infer.graphs.shapes import RoundShape
@@ -109,16 +109,9 @@ class RandomText:
         static.inputs.upload()
 
     def _cache_of(self, head: Eagle3Head) -> SlotCache:
-        config = head.config
-        cache = SlotCache(
-            num_layers=1,
-            num_heads=config.num_key_value_heads,
-            key_size=config.head_dim,
-            value_size=config.head_dim,
-            num_slots=self.batch,
-            num_columns=self.num_columns + GRAIN,
-            dtype=head.dtype,
-            device=head.device,
+        num_columns = self.num_columns + GRAIN
+        cache = layer_cache(
+            head.config, num_slots=self.batch, num_columns=num_columns, dtype=head.dtype, device=head.device
         )
         self._fill(cache)
         return cache

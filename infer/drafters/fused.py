@@ -13,7 +13,6 @@ Shapes: R rows, H hidden, D head size.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -28,6 +27,7 @@ from heads.layers import Attend, Attention, Block, GatedMLP, RMSNorm, Rotary, Ro
 from infer.kernels.gpu.elementwise import DTYPES, NormForm, rotary_tables, silu_mul
 from infer.kernels.gpu.modules import FusedNorm, attend_stored
 from infer.rows import PackedRows, Rows, RowsAttend
+from infer.views import with_forwards
 
 Head = TypeVar("Head", bound=DraftHead)
 
@@ -36,7 +36,7 @@ def fused_view(head: Head) -> Head:
     """A head that computes the same, to rounding, in fewer launches."""
     if head.dtype not in DTYPES:
         return head
-    view = cast(Head, _view(head))
+    view = cast(Head, with_forwards(head, _forward_of))
     for layer in view.modules():
         if isinstance(layer, MidLayer | DecoderLayer):
             layer.block = _block(layer, _norm_of(view) if isinstance(view, Eagle3Head) else None)
@@ -46,20 +46,13 @@ def fused_view(head: Head) -> Head:
     return view
 
 
-def _view(module: nn.Module) -> nn.Module:
-    """A module of its own over the same parameters, faster where it can be."""
-    twin = copy.copy(module)
-    twin._modules = {name: None if child is None else _view(child) for name, child in module._modules.items()}
-    forward: Callable[..., torch.Tensor] | None = None
+def _forward_of(twin: nn.Module) -> Callable[..., torch.Tensor] | None:
+    """A faster forward for a module of a view, if there is one."""
     if isinstance(twin, RMSNorm):
-        forward = FusedNorm(twin, epsilon=twin.eps, form=NormForm.ROUNDED_FIRST)
-    elif isinstance(twin, GatedMLP):
-        forward = _gate_forward(twin)
-    elif isinstance(twin, Attention):
-        forward = _attention_forward(twin)
-    if forward is not None:
-        twin.forward = forward
-    return twin
+        return FusedNorm(twin, epsilon=twin.eps, form=NormForm.ROUNDED_FIRST)
+    if isinstance(twin, GatedMLP):
+        return _gate_forward(twin)
+    return _attention_forward(twin) if isinstance(twin, Attention) else None
 
 
 class _JoinedWeight:

@@ -76,6 +76,22 @@ def decoding_view(head: Head) -> Head:
     return fused_view(head) if runs_triton(head.device) else packed_view(head)
 
 
+def layer_cache(
+    config: Any, *, num_slots: int, num_columns: int, dtype: torch.dtype, device: torch.device
+) -> SlotCache:
+    """For the one layer of a head that has `config`, with the sizes of its keys."""
+    return SlotCache(
+        num_layers=1,
+        num_heads=config.num_key_value_heads,
+        key_size=config.head_dim,
+        value_size=config.head_dim,
+        num_slots=num_slots,
+        num_columns=num_columns,
+        dtype=dtype,
+        device=device,
+    )
+
+
 class HeadStepper(ABC):
     """What steppers of all heads share: reading the text's states (`infer.drafters.stepper` says what a stepper is).
 
@@ -144,15 +160,9 @@ class HeadStepper(ABC):
 
     def _make_cache(self, config: Any, room: Room, num_tree_columns: int) -> None:
         """For one layer with the sizes of `config`, a head's."""
-        self._cache = SlotCache(
-            num_layers=1,
-            num_heads=config.num_key_value_heads,
-            key_size=config.head_dim,
-            value_size=config.head_dim,
-            num_slots=room.num_slots,
-            num_columns=room.num_columns + num_tree_columns,
-            dtype=self._dtype,
-            device=self._device,
+        num_columns = room.num_columns + num_tree_columns
+        self._cache = layer_cache(
+            config, num_slots=room.num_slots, num_columns=num_columns, dtype=self._dtype, device=self._device
         )
         self._attends_by_kernel = has_kernel(self._cache, config.num_attention_heads)
 

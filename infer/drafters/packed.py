@@ -8,7 +8,6 @@ The head itself is left as it is: what decodes is a view of it, with modules of 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import TypeVar, cast
 
@@ -24,6 +23,7 @@ from infer.kernels.decoder import DecoderKernel
 from infer.kernels.layers import gate_forward, norm_forward
 from infer.packing import PackedWeight, is_packable, pack_linear
 from infer.rows import PackedRows, RowsAttend
+from infer.views import with_forwards
 
 Head = TypeVar("Head", bound=DraftHead)
 
@@ -35,7 +35,7 @@ def packed_view(head: Head) -> Head:
     """
     if not any(is_packable(weight) for weight in head.parameters()):
         return head
-    view = cast(Head, _view(head))
+    view = cast(Head, with_forwards(head, _forward_of))
     view.multiply = _LMHeads(_lm_heads(view))
     return view
 
@@ -59,22 +59,17 @@ def _lm_heads(head: DraftHead) -> list[torch.Tensor]:
     return [weight for depth, weight in enumerate(weights) if head.outputs(state, depth)[1] is weight]
 
 
-def _view(module: nn.Module) -> nn.Module:
-    """A module of its own over the same parameters, faster where it can be."""
-    twin = copy.copy(module)
-    twin._modules = {name: None if child is None else _view(child) for name, child in module._modules.items()}
-    forward: Callable[..., torch.Tensor] | None = None
+def _forward_of(twin: nn.Module) -> Callable[..., torch.Tensor] | None:
+    """A faster forward for a module of a view, if there is one. A layer is given its block."""
     if isinstance(twin, nn.Linear):
-        forward = pack_linear(twin)
-    elif isinstance(twin, RMSNorm):
-        forward = norm_forward(twin)
-    elif isinstance(twin, Attention | GatedMLP):
-        forward = _side_by_side(twin)
-    elif isinstance(twin, MidLayer | DecoderLayer):
+        return pack_linear(twin)
+    if isinstance(twin, RMSNorm):
+        return norm_forward(twin)
+    if isinstance(twin, Attention | GatedMLP):
+        return _side_by_side(twin)
+    if isinstance(twin, MidLayer | DecoderLayer):
         twin.block = _block(twin)
-    if forward is not None:
-        twin.forward = forward
-    return twin
+    return None
 
 
 def _block(twin: MidLayer | DecoderLayer) -> Block | None:

@@ -53,26 +53,34 @@ def static_rounds(
 
     Raises ValueError where they were asked for and cannot be.
     """
-    if graphs and target.is_spread:
-        raise ValueError(
+    wanted = target.device.type == "cuda" if graphs is None else graphs
+    why_not = _why_not(target, drafter, tree, exactness=exactness, row_width=row_width)
+    if graphs and why_not:
+        raise ValueError(why_not)
+    return StaticRounds(target, drafter, cache, tree, row_width=row_width) if wanted and not why_not else None
+
+
+def _why_not(
+    target: TargetModel, drafter: Drafter | None, tree: TreeSettings, *, exactness: str, row_width: int | None
+) -> str:
+    """Why there can be no static rounds at all; empty if there can."""
+    if target.is_spread:
+        return (
             f"{target.name} is spread over devices by a device_map, and graphs need a model on one: load it on one "
             "device, or leave graphs out"
         )
-    if graphs and exactness == "bitwise" and row_width is None:
-        raise ValueError(
+    if exactness == "bitwise" and row_width is None:
+        return (
             "this target keeps its bits on headstart's CPU kernels, which no graph holds: leave graphs out, or give "
             "row_width to have forwards of that many rows"
         )
-    if graphs and row_width is not None and not _has_room(drafter, tree, row_width):
-        raise ValueError(
+    comes_from_host = drafter is not None and _head_stepper(drafter) is None  # what grows on the device is made to fit
+    if comes_from_host and row_width is not None and tree.max_nodes >= row_width:
+        return (
             f"a tree of {tree.max_nodes} nodes and its root do not fit into forwards of {row_width} rows, as graphs "
             f"need it: raise row_width to at least {1 + tree.max_nodes}, or lower the nodes"
         )
-    wanted = target.device.type == "cuda" if graphs is None else graphs
-    keeps_bits_by_kernels = exactness == "bitwise" and row_width is None  # which are not what attends here
-    if not wanted or target.is_spread or keeps_bits_by_kernels or not _has_room(drafter, tree, row_width):
-        return None
-    return StaticRounds(target, drafter, cache, tree, row_width=row_width)
+    return ""
 
 
 class StaticRounds:
@@ -266,12 +274,6 @@ class StaticRounds:
             return None
         states = self._kept[request.slot, : 1 + len(outcome.path)]
         return states if static.draft is not None else states.clone()
-
-
-def _has_room(drafter: Drafter | None, tree: TreeSettings, row_width: int | None) -> bool:
-    """Whether the trees that come from the host fit into a forward; those grown on the device are made to."""
-    is_grown = drafter is None or _head_stepper(drafter) is not None
-    return is_grown or row_width is None or tree.max_nodes < row_width
 
 
 def _head_stepper(drafter: Drafter | None) -> HeadStepper | None:
