@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from infer.sampling import SamplingParams
     from infer.scheduling import Sharing
     from infer.target import TargetModel
+    from train.online import OnlineLearner, OnlineSettings
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,8 @@ __all__ = [
     "DraftBounds",
     "Draining",
     "Engine",
+    "OnlineLearner",
+    "OnlineSettings",
     "QueueFull",
     "SamplingParams",
     "Sharing",
@@ -59,6 +62,8 @@ _EXPORTS = {
     "TreeSettings": "infer.drafters.base",
     "load_engine": "infer.engine",
     "load_head": "heads.checkpoint",
+    "OnlineLearner": "train.online",
+    "OnlineSettings": "train.online",
 }
 
 
@@ -78,7 +83,7 @@ _COMMANDS = {
     "train": _Command("train.cli.train", "train a draft head for a target"),
     "eval": _Command("infer.cli.eval", "measure acceptance on held-out prompts"),
     "generate": _Command("infer.cli.generate", "complete prompts with a target and a head"),
-    "serve": _Command("infer.cli.serve", "serve a target and a head to clients of OpenAI's API"),
+    "serve": _Command("train.cli.serve", "serve a target and a head to clients of OpenAI's API"),
     "chat": _Command("infer.cli.chat", "talk with a target in the terminal"),
     "bench": _Command("infer.cli.bench", "compare speed and answers with plain decoding"),
     "bench serve": _Command("infer.cli.bench_serve", "the same for a server, at several loads"),

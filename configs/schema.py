@@ -33,12 +33,14 @@ ComputeDType = Literal["auto", "bfloat16", "float16", "float32"]
 Quantization = Literal["int8", "int4"]
 FeatureDType = Literal["target", "bfloat16", "int8"]
 TeacherLaw = Literal["full", "draft"]
-StepWeighting = Literal["decay", "dpace"]
-HeadType = Literal["eagle3", "eagle1", "medusa", "hydra", "early_exit"]
+StepWeighting = Literal["decay", "dpace", "length", "block"]
+HeadType = Literal["eagle3", "eagle1", "medusa", "hydra", "peagle", "dflash", "early_exit"]
 HeadInit = Literal["target", "random"]
 InitVocab = Literal["kept", "data"]
 BackboneObjective = Literal["kl", "ce"]
-LossName = Literal["lk", "lk_hybrid", "ce", "kl", "tv", "top10"]
+LossName = Literal["lk", "lk_hybrid", "ce", "kl", "tv", "top10", "label"]
+DraftShape = Literal["chain", "tree"]
+RuleName = Literal["match", "token", "block", "recursive", "traversal", "greedy_set"]
 OptimizerName = Literal["adamw"]
 ScheduleName = Literal["linear", "cosine", "constant"]
 TrackingMode = Literal["auto", "online", "offline", "disabled", "required"]
@@ -52,9 +54,18 @@ FAMILY_SETTINGS = (
     "norm_output",
     "feature_loss",
     "feature_noise",
+    "num_depths",
+    "mask_token_id",
+    "markov_rank",
+    "markov_table",
+    "markov_gate",
+    "sample_from_anchor",
     "exit_layer",
 )
 """Fields of `HeadSettings` that hold for some head types alone; the registry says for which."""
+
+CHAIN_RULES = ("token", "block")
+"""Verification rules that take one draft token a depth."""
 
 JOINT_TYPES = ("medusa", "hydra")
 """Head types that can be trained together with their target (section `backbone`)."""
@@ -182,7 +193,7 @@ class HeadSettings:
     """The draft head: its shape and where its first weights come from."""
 
     type: HeadType = "eagle3"
-    """eagle3, eagle1, medusa, hydra or early_exit."""
+    """eagle3, eagle1, medusa, hydra, peagle, dflash or early_exit."""
     draft_vocab_size: int | None = 4096
     """Tokens the head can propose, by frequency (end, chat and byte tokens always kept); null for all."""
     taps: tuple[int, ...] | None = None
@@ -205,19 +216,31 @@ class HeadSettings:
     num_heads: int | None = None
     """medusa, hydra: depths drafted, each by a network of its own (4)."""
     num_layers: int | None = None
-    """medusa: residual blocks a depth (1); hydra: layers of each depth's MLP (1)."""
+    """medusa: residual blocks a depth; hydra: layers of each depth's MLP; peagle, dflash: decoder layers (1)."""
     prefix_layer: bool | None = None
     """hydra: a decoder layer over the text before the heads, as in Hydra++ (false)."""
     norm_before_residual: bool | None = None
-    """eagle3: the residual is the normed state, as in most speculators heads (false)."""
+    """eagle3, peagle: the residual is the normed state, as in most speculators heads (false)."""
     fc_norm: bool | None = None
-    """eagle3: a norm for each tapped state before they are fused (false)."""
+    """eagle3, peagle: a norm for each tapped state before they are fused (false)."""
     norm_output: bool | None = None
     """eagle3: the state fed back is the normed one (false)."""
     feature_loss: float | None = None
     """eagle1: weight of the feature regression against the distillation loss (10)."""
     feature_noise: float | None = None
     """eagle1: half-width of the uniform noise added to the target's states in training (0.1)."""
+    num_depths: int | None = None
+    """peagle, dflash: tokens drafted in one pass (4)."""
+    mask_token_id: int | None = None
+    """peagle, dflash: the token whose embedding stands where none is known yet (the target's end of text)."""
+    markov_rank: int | None = None
+    """peagle, dflash: rank of the correction of the draft by the token before it (64); 0 for none."""
+    markov_table: bool | None = None
+    """peagle, dflash: that correction reads a table of its own, as DSpark's, not the target's embeddings (false)."""
+    markov_gate: bool | None = None
+    """peagle, dflash: that correction is gated by the head's state (false)."""
+    sample_from_anchor: bool | None = None
+    """dflash: each place guesses the next token instead of its own, as in DSpark (false)."""
     exit_layer: int | None = None
     """early_exit: the target's layer after which drafts are made (a third of its layers)."""
 
@@ -239,6 +262,9 @@ class HeadSettings:
         _require_at_least("head.feature_loss", self.feature_loss, 0.0)
         _require_at_least("head.feature_noise", self.feature_noise, 0.0)
         _require_at_least("head.exit_layer", self.exit_layer, 1)
+        _require_at_least("head.num_depths", self.num_depths, 1)
+        _require_at_least("head.mask_token_id", self.mask_token_id, 0)
+        _require_at_least("head.markov_rank", self.markov_rank, 0)
         if self.taps is not None:
             if not self.taps:
                 raise ValueError("head.taps is empty; name at least one layer, or null for the default three")
@@ -368,7 +394,7 @@ class TrainSettings:
     seed: int = 0
     loss: LossName = "lk"
     """lk: -log(acceptance); lk_hybrid: KL fading into tv; tv: 1 - acceptance; ce, kl: distillation; top10: ce in which
-    the target's ten likeliest tokens count eleven times (HASS)."""
+    the target's ten likeliest tokens count eleven times (HASS); label: cross entropy of the text's own tokens."""
     ttt_steps: int = 3
     """Steps the head is unrolled on its own states (training-time test)."""
     ttt_start: float = 0.4
@@ -378,12 +404,19 @@ class TrainSettings:
     step_weights: tuple[float, ...] | None = None
     """Weight of each unrolled step, instead of `step_decay`; one for each of them."""
     step_weighting: StepWeighting = "decay"
-    """decay: fixed weights; dpace: each row's by how likely its earlier drafts are, to be accepted as far (D-PACE)."""
+    """decay: fixed weights. Each row's by what its depths add to an accepted length: dpace, of drafts that are the
+    text's own tokens (D-PACE); length, of token-wise verification, from overlaps; block, of block verification, with
+    loss label alone, on text drawn at temperature 1, for a head that was trained otherwise first."""
+    step_smoothing: float = 0.5
+    """dpace, length: every chance x of a depth counts as s + (1 - s) x, so that deep depths are learnt while early ones
+    are poor; at 0 loss lk with length climbs the expected accepted length itself."""
     teacher: TeacherLaw = "full"
     """The law that the head learns: the target's over its whole vocabulary, seen at the draft vocabulary's tokens, or
     (draft) renormalised over these, which needs no product with the whole LM head."""
     ttt_keep: float = 1.0
     """Share of the rows that go on from one unrolled step to the next, drawn at random; below 1 steps cost less."""
+    root_share: float = 1.0
+    """Share of the rows that a draft begins at in training, drawn at random."""
     dtype: ComputeDType = "auto"
     """Precision of the head's matmuls under autocast; its weights and the loss stay in float32."""
     overlap: bool | None = None
@@ -422,6 +455,13 @@ class TrainSettings:
         _require_between("train.ttt_steps", self.ttt_steps, 1, 16)
         _require_between("train.ttt_start", self.ttt_start, 0.0, 1.0)
         _require_between("train.ttt_keep", self.ttt_keep, 0.05, 1.0)
+        _require_between("train.root_share", self.root_share, 0.01, 1.0)
+        _require_between("train.step_smoothing", self.step_smoothing, 0.0, 1.0)
+        if self.step_weighting == "block" and self.loss != "label":
+            raise ValueError(
+                f"train.step_weighting is 'block', whose weights belong to train.loss=label, and train.loss is "
+                f"{self.loss!r}: take loss label, or weighting length"
+            )
         _require_positive("train.step_decay", self.step_decay)
         _require_between("train.step_decay", self.step_decay, 0.0, 1.0)
         _require_at_least("train.feature_cache_gb", self.feature_cache_gb, 0.0)
@@ -451,6 +491,13 @@ class EvalConfig:
     """Of these answers, how many are kept with the accepted tokens marked."""
     temperatures: tuple[float, ...] = (0.0,)
     """Every temperature is measured; the first one chooses the best checkpoint."""
+    shape: DraftShape = "chain"
+    """What is drafted at every step: chain, five tokens one after the other; tree, sixteen nodes. Neither depends on
+    the machine."""
+    rule: RuleName = "match"
+    """How drafts are verified at temperatures above 0 (at 0 all rules keep the same): match, as by default when
+    serving; block (chain) or traversal (tree), as where exactness `distribution` is asked for; token, recursive or
+    greedy_set."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -464,6 +511,21 @@ class EvalConfig:
         if len(set(self.temperatures)) != len(self.temperatures):
             raise ValueError(f"eval.temperatures is {list(self.temperatures)}; name each only once")
         _require_between("eval.seed", self.seed, 0, 2**63 - 1)
+        if self.shape == "tree" and self.rule in CHAIN_RULES:
+            raise ValueError(
+                f"eval.rule is {self.rule!r}, which verifies chains, but eval.shape is 'tree': use shape chain, or "
+                "rule match, recursive, traversal or greedy_set"
+            )
+        if self.rule != "match" and not any(self.temperatures):
+            raise ValueError(
+                f"eval.rule is {self.rule!r}, but all of eval.temperatures are 0, where every rule keeps the same: "
+                "name one above 0 (the first one chooses the best checkpoint), or leave the rule out"
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is measured is a chain under the match walk: what the training graph can simulate, too."""
+        return self.shape == "chain" and self.rule == "match"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -509,6 +571,11 @@ class RunConfig:
         if self.data.streaming and self.train.epochs is not None and self.train.steps is None:
             raise ValueError(
                 "train.epochs is unknown for streamed data (data.streaming): set train.steps or train.minutes"
+            )
+        if self.target.features is not None and not self.eval.is_plain:
+            raise ValueError(
+                f"eval.shape is {self.eval.shape!r} and eval.rule {self.eval.rule!r}, but with target.features there "
+                "is no target to decode with: acceptance is simulated, for a greedy chain, so leave them out"
             )
         if self.backbone.lora_rank is not None and self.deepspeed.stage is not None:
             raise ValueError(

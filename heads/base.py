@@ -4,10 +4,11 @@ Row t of a text holds the target's states of position t (`taps`) and the token x
 *step*, a head guesses x[t+2+step]. Three things are asked of every head: that it drafts (`outputs`, and what its shape
 adds), that it can be trained (`unroll`), and that it can be written down (`config`, `state_dict`).
 
-Two shapes cover the families here, and decoding knows one way to draft with each (`infer.drafters.head`):
+Three shapes cover the families here, and decoding knows one way to draft with each (`infer.drafters.head`):
 
     RecurrentHead   a decoder layer that goes on from its own states (EAGLE)
     PathHead        one network a depth, each reading the root's state and the drafted path (Medusa, Hydra)
+    BlockHead       one pass for all depths, over places behind the text (P-EAGLE, DFlash; `heads.block`)
 
 Shapes: ... any leading dimensions, R packed rows, Q rows of a step, F drafted nodes, H hidden, C draft vocabulary,
 V target vocabulary.
@@ -223,6 +224,10 @@ class DraftHead(nn.Module, ABC):
         """Draft logits [..., C]."""
         inputs, weight = self.outputs(states, depth)
         return self.multiply(inputs, weight.to(inputs.dtype))
+
+    def has_draft_rows(self, name: str) -> bool:
+        """Whether the parameter called `name` has a row for each token of the draft vocabulary."""
+        return "lm_head" in name
 
     def init_from_target(self, *, layer: nn.Module, final_norm: nn.Module, lm_head_weight: torch.Tensor) -> list[str]:
         """Start from what the target already knows (its last layer, final norm and LM head); returns the names of the

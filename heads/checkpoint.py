@@ -293,7 +293,7 @@ def load_tensors(
     """
     names = {name: spelling(name) for name in head.state_dict()}
     expected = {names[name]: tensor for name, tensor in head.state_dict().items()}
-    given = {name: tensor for name, tensor in tensors.items() if name not in EMBEDDING_NAMES}
+    given = {name: tensor for name, tensor in tensors.items() if name in expected or name not in EMBEDDING_NAMES}
     problems = [f"missing {name} {list(expected[name].shape)}" for name in sorted(expected.keys() - given.keys())]
     problems += [f"unknown {name} {list(given[name].shape)}" for name in sorted(given.keys() - expected.keys())]
     for name in sorted(expected.keys() & given.keys()):

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from heads.base import RecurrentHead, TargetSizes, flag, refuse_other_values
+from heads.base import DraftHead, RecurrentHead, TargetSizes, flag, refuse_other_values
 from heads.decoder import ONE_LAYER, DecoderConfig, decoder_of_native, decoder_of_target, decoder_to_native
 from heads.layers import RANDOM_SHARE, Attend, Attention, Block, GatedMLP, RMSNorm, Rotary, fill, norm_scale
 from heads.rope import rotary_table
@@ -179,27 +179,39 @@ class MidLayer(nn.Module):
         states = (states if rows is None else states[rows]) + attended
         return cast(torch.Tensor, states + self.mlp(self.post_attention_layernorm(states)))
 
+    def init_from_target(self, layer: nn.Module) -> list[torch.Tensor]:
+        """Read a layer of the target's through the [state] half of the wider input. Returns what was filled."""
+        size = self.hidden_norm.weight.numel()
+        source = dict(layer.named_parameters())
+        modules = dict(layer.named_modules())
+        before_mlp = modules.get("pre_feedforward_layernorm") or modules.get("post_attention_layernorm")
+        filled: list[torch.Tensor] = []
+        for name, module in self.named_modules():
+            if name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+                filled += fill(module, source.get(f"{name}.weight"), columns=slice(size, None))
+            elif name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
+                filled += fill(module, source.get(f"{name}.weight"))
+        filled += fill(self.post_attention_layernorm, norm_scale(before_mlp))
+        return filled + fill(self.hidden_norm, norm_scale(modules.get("input_layernorm")))
 
-class Eagle3Head(RecurrentHead):
-    """The network."""
+
+class FusedTaps(DraftHead):
+    """A head that fuses the target's states of its three tapped layers into one: `fc`, and what norms come before."""
 
     config: Eagle3Config
 
-    def __init__(self, config: Eagle3Config, vocabulary: DraftVocabulary) -> None:
-        super().__init__(config, vocabulary)
-        self.midlayer = MidLayer(config)
-        width = NUM_TAPS * config.hidden_size
+    def make_fusion(self) -> None:
+        """The modules."""
+        config, width = self.config, NUM_TAPS * self.config.hidden_size
         if config.norm_before_fc:
             self.input_norm = RMSNorm(width, config.rms_norm_eps)
         if config.fc_norm:
             norms = [RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(NUM_TAPS)]
             self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self._rotary = rotary_table(config.head_dim, config.rope_theta, config.rope_scaling)
 
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
+        """[..., taps * H] -> [..., H]."""
         width = NUM_TAPS * self.config.hidden_size
         if taps.shape[-1] != width:
             raise ValueError(
@@ -211,6 +223,28 @@ class Eagle3Head(RecurrentHead):
             parts = zip(self.fc_norm, taps.chunk(NUM_TAPS, dim=-1), strict=True)
             taps = torch.cat([norm(part) for norm, part in parts], dim=-1)
         return cast(torch.Tensor, self.fc(taps))
+
+    def init_fusion(self) -> None:
+        """The highest tap goes through, the others as a part of their random values, so that they are used from the
+        first step."""
+        size = self.config.hidden_size
+        with torch.no_grad():
+            self.fc.weight.mul_(RANDOM_SHARE)
+            self.fc.weight[:, -size:] += torch.eye(size)
+
+
+class Eagle3Head(FusedTaps, RecurrentHead):
+    """The network."""
+
+    config: Eagle3Config
+
+    def __init__(self, config: Eagle3Config, vocabulary: DraftVocabulary) -> None:
+        super().__init__(config, vocabulary)
+        self.midlayer = MidLayer(config)
+        self.make_fusion()
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self._rotary = rotary_table(config.head_dim, config.rope_theta, config.rope_scaling)
 
     def forward(
         self,
@@ -235,20 +269,8 @@ class Eagle3Head(RecurrentHead):
         values, so that they are used from the first step. Tensors whose shapes the target does not have are left as
         they are.
         """
-        size = self.config.hidden_size
         filled = fill(self.lm_head, lm_head_weight.index_select(0, self.target_ids.to(lm_head_weight.device)))
         filled += fill(self.norm, norm_scale(final_norm))
-        source = dict(layer.named_parameters())
-        modules = dict(layer.named_modules())
-        before_mlp = modules.get("pre_feedforward_layernorm") or modules.get("post_attention_layernorm")
-        for name, module in self.midlayer.named_modules():
-            if name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-                filled += fill(module, source.get(f"{name}.weight"), columns=slice(size, None))
-            elif name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
-                filled += fill(module, source.get(f"{name}.weight"))
-        filled += fill(self.midlayer.post_attention_layernorm, norm_scale(before_mlp))
-        filled += fill(self.midlayer.hidden_norm, norm_scale(modules.get("input_layernorm")))
-        with torch.no_grad():
-            self.fc.weight.mul_(RANDOM_SHARE)
-            self.fc.weight[:, -size:] += torch.eye(size)
+        filled += self.midlayer.init_from_target(layer)
+        self.init_fusion()
         return self._names_of(filled)

@@ -254,7 +254,8 @@ def head_fingerprint(head: DraftHead) -> str:
 
 
 def adaptable_layers(head: DraftHead) -> Iterator[tuple[str, nn.Linear]]:
-    """Every linear layer of a head: all of its weights but those of norms and biases."""
+    """Every linear layer of a head: all of its weights but those of norms, biases, tables of tokens and learned
+    states."""
     for name, module in head.named_modules():
         if isinstance(module, nn.Linear):
             yield name, module

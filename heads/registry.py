@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from heads import eagle1, eagle3, early_exit, hydra, medusa
+from heads import dflash, eagle1, eagle3, early_exit, hydra, medusa, peagle
 from heads.base import DraftHead, HeadConfig
 
 
@@ -22,6 +22,9 @@ class Family:
     paper: str
     settings: frozenset[str] = frozenset()
 
+
+BLOCK_SETTINGS = frozenset({"num_layers", "num_depths", "mask_token_id", "markov_rank", "markov_table", "markov_gate"})
+"""Those of all heads that draft in one pass."""
 
 FAMILIES: Mapping[str, Family] = {
     "eagle3": Family(
@@ -55,6 +58,22 @@ FAMILIES: Mapping[str, Family] = {
         title="Hydra",
         paper="Ankner et al. 2024, arXiv 2402.05109",
         settings=frozenset({"num_heads", "num_layers", "prefix_layer"}),
+    ),
+    "peagle": Family(
+        config=peagle.PEagleConfig,
+        head=peagle.PEagleHead,
+        architecture=peagle.ARCHITECTURE,
+        title="P-EAGLE",
+        paper="Hui et al. 2026, arXiv 2602.01469",
+        settings=BLOCK_SETTINGS | {"norm_before_residual", "fc_norm"},
+    ),
+    "dflash": Family(
+        config=dflash.DFlashConfig,
+        head=dflash.DFlashHead,
+        architecture=dflash.ARCHITECTURE,
+        title="DFlash and DSpark",
+        paper="Chen et al. 2026, arXiv 2602.06036; Cheng et al. 2026, arXiv 2607.05147",
+        settings=BLOCK_SETTINGS | {"sample_from_anchor"},
     ),
     "early_exit": Family(
         config=early_exit.EarlyExitConfig,

@@ -118,32 +118,67 @@ class UnrolledAttention:
             diagonal_value = torch.stack([value for _, value in self._diagonal], dim=1)
         else:
             diagonal_key = diagonal_value = query.new_zeros(query.shape[0], 0, *context_key.shape[1:])
-        if self._together and (padding := _Padding.of(self._starts, self._bounds)) is not None:
-            return _attend_together(
-                query, context_key, context_value, diagonal_key, diagonal_value, self._rows, padding
-            )
-        num_rows, outputs = len(context_key), []
-        for index, (first, last) in enumerate(itertools.pairwise(self._bounds)):
-            if first == last:
-                continue
-            asking = _window(first, last, QUERY_MULTIPLE, len(query))
-            seen = _window(self._starts[index], self._starts[index + 1], CONTEXT_MULTIPLE, num_rows)
-            attended = attend_sequence(
-                query[asking],
-                context_key[seen],
-                context_value[seen],
-                diagonal_key[asking],
-                diagonal_value[asking],
-                self._rows[asking] - seen.start,
-                start=self._starts[index] - seen.start,
-            )
-            outputs.append(attended[first - asking.start : last - asking.start])
-        return torch.cat(outputs) if outputs else torch.zeros_like(query)
+        return attend_packed(
+            query,
+            context_key,
+            context_value,
+            diagonal_key,
+            diagonal_value,
+            self._rows,
+            starts=self._starts,
+            bounds=self._bounds,
+            together=self._together,
+        )
 
     def _cut(self, host_rows: torch.Tensor) -> list[int]:
-        """Where each sequence's queries begin, and the last one's end."""
-        bounds: list[int] = torch.searchsorted(host_rows, torch.tensor(self._starts)).tolist()
-        return bounds
+        return query_bounds(self._starts, host_rows)
+
+
+def query_bounds(starts: Sequence[int], host_rows: torch.Tensor) -> list[int]:
+    """Where each sequence's queries begin, and the last one's end, of ascending rows [Q] of the context. `starts` of
+    the sequences, and the last one's end."""
+    bounds: list[int] = torch.searchsorted(host_rows, torch.tensor(starts)).tolist()
+    return bounds
+
+
+def attend_packed(
+    query: torch.Tensor,
+    context_key: torch.Tensor,
+    context_value: torch.Tensor,
+    own_key: torch.Tensor,
+    own_value: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    starts: Sequence[int],
+    bounds: Sequence[int],
+    together: bool,
+    own_hidden: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """query [Q, Hq, D], context [R, Hkv, D] of packed sequences, own [Q, S, Hkv, D] of each query -> [Q, Hq, D].
+
+    A query sees its sequence up to the context row `rows` [Q], ascending, and its own S rows, but for those that
+    `own_hidden` [Q, S] says. starts, bounds: as in `query_bounds`. together: see `UnrolledAttention`.
+    """
+    if together and (padding := _Padding.of(starts, bounds)) is not None:
+        return _attend_together(query, context_key, context_value, own_key, own_value, rows, padding, own_hidden)
+    num_rows, outputs = len(context_key), []
+    for index, (first, last) in enumerate(itertools.pairwise(bounds)):
+        if first == last:
+            continue
+        asking = _window(first, last, QUERY_MULTIPLE, len(query))
+        seen = _window(starts[index], starts[index + 1], CONTEXT_MULTIPLE, num_rows)
+        attended = attend_sequence(
+            query[asking],
+            context_key[seen],
+            context_value[seen],
+            own_key[asking],
+            own_value[asking],
+            rows[asking] - seen.start,
+            start=starts[index] - seen.start,
+            own_hidden=None if own_hidden is None else own_hidden[asking],
+        )
+        outputs.append(attended[first - asking.start : last - asking.start])
+    return torch.cat(outputs) if outputs else torch.zeros_like(query)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -188,9 +223,10 @@ def _attend_together(
     diagonal_value: torch.Tensor,
     rows: torch.Tensor,
     padding: _Padding,
+    own_hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """All sequences as `attend_sequence` attends to one: query [Q, Hq, D] and diagonal [Q, S, Hkv, D] of the queries,
-    context [R, Hkv, D], rows [Q] of the context -> [Q, Hq, D]."""
+    """All sequences as `attend_sequence` attends to one: query [Q, Hq, D], diagonal [Q, S, Hkv, D] and own_hidden
+    [Q, S] of the queries, context [R, Hkv, D], rows [Q] of the context -> [Q, Hq, D]."""
     num_sequences, num_queries = padding.queries.shape
     length = padding.context.shape[1]
     (_, num_heads, head_dim), num_kv_heads = query.shape, context_key.shape[1]
@@ -212,6 +248,9 @@ def _attend_together(
     bias = torch.zeros_like(hidden, dtype=scores.dtype).masked_fill_(hidden, torch.finfo(scores.dtype).min)
     scores = scores + bias[:, None, :, None, :]
     own = grouped @ own_keys.permute(0, 3, 1, 4, 2)  # [N, Hkv, Q, G, S]
+    if own_hidden is not None:
+        masked = own_hidden[asked].unflatten(0, (num_sequences, num_queries))
+        own = own.masked_fill(masked[:, None, :, None, :], torch.finfo(own.dtype).min)
     weights = torch.cat([scores, own], dim=-1).softmax(dim=-1)
     attended = weights[..., :length].reshape(num_sequences, num_kv_heads, -1, length) @ values.transpose(1, 2)
     attended = attended.view_as(grouped) + weights[..., length:] @ own_values.permute(0, 3, 1, 2, 4)
@@ -236,8 +275,11 @@ def attend_sequence(
     positions: torch.Tensor,
     *,
     start: int = 0,
+    own_hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One sequence: query [Q, Hq, D], context [T, Hkv, D], diagonal [Q, S, Hkv, D], positions [Q] -> [Q, Hq, D].
+
+    own_hidden [Q, S]: what of the diagonal a query does not see.
 
     The sequence's first row is `start` in the context, which may have rows of others around it. So may the queries:
     what these get means nothing, but is finite.
@@ -253,6 +295,8 @@ def attend_sequence(
     scores = scores + bias[:, None, :]
     grouped = scaled.view(num_kv_heads, num_queries, -1, head_dim)  # [Hkv, Q, G, D]
     own = grouped @ diagonal_key.permute(2, 0, 3, 1)  # [Hkv, Q, G, S]
+    if own_hidden is not None:
+        own = own.masked_fill(own_hidden[:, None, :], torch.finfo(own.dtype).min)
     weights = torch.cat([scores, own], dim=-1).softmax(dim=-1)
     attended = weights[..., :length].reshape(num_kv_heads, -1, length) @ context_value.transpose(0, 1)
     attended = attended.view_as(grouped) + weights[..., length:] @ diagonal_value.permute(2, 0, 1, 3)

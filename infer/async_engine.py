@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from infer.engine import Engine
 from infer.intake import Prompt
+from infer.learning import Learner
 from infer.request import Completion, DraftBounds, Request, RequestRound, TokenLogprobs
 from infer.sampling import SamplingParams
 from infer.scheduling import Sharing
@@ -190,14 +191,15 @@ class AsyncEngine:
 
     max_waiting: requests that wait for a slot, beyond which callers are told to come back (`QueueFull`). An engine
     whose sharing nobody has settled is shared as servers do; faults are isolated in any case. Its slots are allocated
-    when the thread starts, if it has a `max_length`.
+    when the thread starts, if it has a `max_length`. learner: goes on training the head between the rounds
+    (`train.online`).
 
         async with AsyncEngine(load_engine("runs/best", max_length=2048)) as engine:
             async for update in engine.stream("Hello", SamplingParams()):
                 print(update.text, end="")
     """
 
-    def __init__(self, engine: Engine, *, max_waiting: int = 256) -> None:
+    def __init__(self, engine: Engine, *, max_waiting: int = 256, learner: Learner | None = None) -> None:
         if max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1, got {max_waiting}")
         self.engine = engine
@@ -208,6 +210,8 @@ class AsyncEngine:
         self._lock = threading.Condition()
         self._listeners: list[Listener] = []
         self._live: dict[Request, _Sample] = {}  # of the engine's thread
+        self._learner = learner
+        self._learns = False  # whether there is something left to learn while nobody waits
         self._thread: threading.Thread | None = None
         self._preparers = ThreadPoolExecutor(_NUM_PREPARERS, thread_name_prefix="headstart-prepare")
         self._is_draining = False
@@ -381,7 +385,7 @@ class AsyncEngine:
         while (mail := self._next_mail()) is not None:
             try:
                 self._read(mail)
-                self._step()
+                self._learn(self._step())
                 num_faults = 0
             except BaseException:
                 num_faults += 1
@@ -394,7 +398,7 @@ class AsyncEngine:
     def _next_mail(self) -> _Mail | None:
         """What has come; waits for it where there is nothing else to do. None: it is time to stop."""
         with self._lock:
-            while not (self._live or self._mail.arrived or self._mail.cancelled or self._is_stopping):
+            while not (self._live or self._mail.arrived or self._mail.cancelled or self._is_stopping or self._learns):
                 self._lock.wait()
             if self._is_stopping:
                 return None
@@ -416,9 +420,19 @@ class AsyncEngine:
             self.engine.abort([sample.request for sample in samples])
             self._send([(sample, None) for sample in samples])
 
-    def _step(self) -> None:
-        if not self._live:
+    def _learn(self, seconds: float) -> None:
+        """Let the head learn for a moment, between two steps, of which the one before took `seconds`."""
+        if self._learner is None:
             return
+        if self._live:
+            self._learner.after_step(seconds)
+        else:
+            self._learns = self._learner.when_idle()
+
+    def _step(self) -> float:
+        """One round for all that run; returns the seconds that it took."""
+        if not self._live:
+            return 0.0
         start = time.perf_counter()
         self.engine.step()
         step = Step(
@@ -433,6 +447,7 @@ class AsyncEngine:
         ended = [request for request in self._live if request.finish_reason is not None and request not in emitted]
         news: list[tuple[_Sample, RequestRound | None]] = [(self._live[one.request], one) for one in step.rounds]
         self._send([*news, *((self._live[request], None) for request in ended)])
+        return step.seconds
 
     def _send(self, news: Sequence[tuple[_Sample, RequestRound | None]]) -> None:
         """Tell callers what has become of their samples, in one call into each event loop."""

@@ -173,14 +173,49 @@ class Rows(ABC):
 
 
 class RowsAttend:
-    """The attention of a head's rows over its cache of one layer: a `heads.layers.Attend`."""
+    """The attention of a head's rows over its cache, of one layer: a `heads.layers.Attend`."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, layer: int = 0) -> None:
         self.rows = rows
+        self.layer = layer
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query [R, Hq, D], key [R, K, D], value [R, K, Dv]; returns [R, Hq, Dv]."""
-        return self.rows.store_and_attend(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), 0)
+        query, key, value = (states.transpose(0, 1) for states in (query, key, value))
+        return self.rows.store_and_attend(query, key, value, self.layer)
+
+
+class BlockAttend:
+    """The attention of rows of text and of places over a head's cache of several layers: a `heads.block.LayerAttend`.
+
+    rows: all rows, as they are where all ask. places: those of them that are places, and what they see where they
+    alone ask; places_among [M]: which of the rows they are.
+    """
+
+    def __init__(self, rows: Rows, places: Rows | None = None, places_among: torch.Tensor | None = None) -> None:
+        self.rows = rows
+        self.places = places
+        self.places_among = places_among
+
+    def of_layer(self, layer: int) -> RowsAttend:
+        """Where all rows ask."""
+        return RowsAttend(self.rows, layer)
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asking: str
+    ) -> torch.Tensor:
+        """query [Q, Hq, D] of all rows, of places or of none, key [N, K, D], value [N, K, Dv]; returns [Q, Hq, Dv]."""
+        if asking == "all":
+            return self.of_layer(layer)(query, key, value)
+        self.rows.cache.write(layer, self.rows.columns, key.transpose(0, 1), value.transpose(0, 1))
+        if not len(query):
+            return query
+        assert asking == "places", "rows that ask are all, or the places"
+        assert self.places is not None
+        assert self.places_among is not None
+        if isinstance(self.places, PackedRows) and self.places.use_kernel:  # which stores what it reads itself
+            return RowsAttend(self.places, layer)(query, key[self.places_among], value[self.places_among])
+        return self.places.attend(query.transpose(0, 1), layer)
 
 
 class PackedRows(Rows):

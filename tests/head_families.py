@@ -17,6 +17,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hydra of two layers": ("hydra", {"num_heads": 3, "num_layers": 2}),
     "hydra with a prefix layer": ("hydra", {"prefix_layer": True}),
     "eagle3 with every norm": ("eagle3", {"norm_before_residual": True, "fc_norm": True, "norm_output": True}),
+    "peagle of two layers": (
+        "peagle",
+        {"num_layers": 2, "num_depths": 5, "markov_table": True, "norm_before_residual": True, "fc_norm": True},
+    ),
+    "peagle by itself": ("peagle", {"num_depths": 3, "markov_rank": 0, "own_embedding": True}),
+    "dflash of two layers": ("dflash", {"num_layers": 2, "markov_rank": 0}),
+    "dspark": ("dflash", {"sample_from_anchor": True, "markov_table": True, "markov_gate": True, "taps": (1, 3)}),
 }
 """Every family as it is by default, and the settings that give a head other parts or another way to draft."""
 

@@ -1,7 +1,8 @@
 """How good a head is on held-out text: acceptance by the real decode loop, by the training graph, and agreement.
 
-The decode loop's accepted length chooses checkpoints (definitions: `infer.evaluate`). It drafts a plain chain of fixed
-depth, so that the figure depends on the head alone, not on the machine's speed or on how trees are grown.
+The decode loop's accepted length chooses checkpoints (definitions: `infer.evaluate`), under the verification that the
+recipe names (`eval.shape`, `eval.rule`): by default a plain chain under the match walk. Chains and trees have fixed
+sizes, so that the figure depends on the head alone, not on the machine's speed.
 
     agreement   share of held-out labels at which the head's most likely token is the target's (both within the draft
                 vocabulary), at each depth of the unrolling
@@ -35,9 +36,11 @@ from infer.evaluate import EvalPrompt, Trace
 from infer.request import Completion
 from infer.sampling import SamplingParams
 from infer.target import TargetModel
+from infer.tree import Coupled
 from train.unroll import Teacher, plan_rows, unrolled_loss
 
 CHAIN_DEPTH = 5
+TREE_NODES = 16
 NUM_TIMED_PROMPTS = 5
 _ROWS_PER_CHUNK = 256
 """Draft logits of more rows at once would take too much room."""
@@ -45,7 +48,8 @@ _ROWS_PER_CHUNK = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A held-out prompt as the decode loop answered it; observations: what became of every draft that was verified."""
+    """A held-out prompt as the decode loop answered it; observations: what became of every draft that was verified
+    (none where drafts were draws, whose shares are no guesses of the target's token)."""
 
     prompt: EvalPrompt
     temperature: float
@@ -63,10 +67,16 @@ def decoding_copy(head: DraftHead, target: TargetModel) -> DraftHead:
     return twin.bind(target.weights).eval()
 
 
+def drafted_shape(settings: EvalConfig) -> TreeSettings:
+    if settings.shape == "chain":
+        return TreeSettings.chain(CHAIN_DEPTH)
+    return TreeSettings(max_nodes=TREE_NODES, adaptive=False)
+
+
 def decode_answers(
     target: TargetModel, head: DraftHead, prompts: Sequence[EvalPrompt], settings: EvalConfig
 ) -> list[Answer]:
-    """The first held-out prompts, answered at every temperature with a chain of `CHAIN_DEPTH` drafts.
+    """The first held-out prompts, answered at every temperature under the recipe's verification.
 
     Prompt i is drawn with seed `settings.seed + i`.
     """
@@ -76,7 +86,8 @@ def decode_answers(
         target,
         log,
         max_requests=len(prompts),
-        tree=TreeSettings.chain(CHAIN_DEPTH),
+        rule=settings.rule,
+        tree=drafted_shape(settings),
         cost=CostModel.free(),
         observer=log.verified,
     )
@@ -88,12 +99,13 @@ def decode_answers(
             for index in range(len(prompts))
         ]
         completions = engine.generate([prompt.token_ids for prompt in prompts], params)
+        guesses = params[0].greedy or Coupled in engine.rule.kinds
         answers += [
             Answer(
                 prompt=prompt,
                 temperature=temperature,
                 completion=completion,
-                observations=tuple(log.watched.get(completion.seed, Watched()).observations),
+                observations=tuple(log.watched.get(completion.seed, Watched()).observations) if guesses else (),
             )
             for prompt, completion in zip(prompts, completions, strict=True)
         ]

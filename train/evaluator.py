@@ -5,7 +5,7 @@ training graph: `simulated`), compares head and target on held-out text, and tim
 `Evaluation`: the figures for `metrics.jsonl`, the curves of them, and what a head's card keeps.
 
 Where the decode loop ran greedily, the training graph is asked how long the rounds of those very answers should have
-been. Training and serving compute the same function only if both lengths agree (`Parity`).
+been, drafting a chain. Training and serving compute the same function only if both lengths agree (`Parity`).
 """
 
 from __future__ import annotations
@@ -121,15 +121,32 @@ class Evaluator:
         num_tokens = sum(len(answer.completion.token_ids) for answer in answers)
         evaluation = self._decoded(answers)
         with watch("simulation"):
-            parity = self._parity(head, target, [one for one in answers if one.temperature == 0][:NUM_CHECKED])
+            parity = self._parity(head, target, self._greedy_chains(head, target, answers))
         return replace(
             evaluation, parity=parity, decode_tokens_per_second=num_tokens / max(1e-9, watch.seconds["decoding"])
         )
 
+    def _greedy_chains(self, head: DraftHead, target: TargetModel, answers: Sequence[Answer]) -> Sequence[Answer]:
+        """Some greedy answers by chains, which is what the training graph knows: decoded anew where trees were
+        drafted."""
+        settings = self.config.eval
+        if settings.shape == "tree" and 0 in settings.temperatures:
+            plain = replace(
+                settings, prompts=min(settings.prompts, NUM_CHECKED), temperatures=(0.0,), shape="chain", rule="match"
+            )
+            answers = decode_answers(target, head, self.data.prompts, plain)
+        return [one for one in answers if one.temperature == 0][:NUM_CHECKED]
+
     def _bare(self, report: AcceptanceReport, *, num_prompts: int) -> Evaluation:
         pool = report.by_temperature.get(self.config.eval.temperatures[0], report.overall)
         return Evaluation(
-            accepted_length=pool.accepted_length, report=report, agreement=(), overlap=(), num_prompts=num_prompts
+            accepted_length=pool.accepted_length,
+            report=report,
+            agreement=(),
+            overlap=(),
+            num_prompts=num_prompts,
+            shape=self.config.eval.shape,
+            rule=self.config.eval.rule,
         )
 
     def _decoded(self, answers: Sequence[Answer]) -> Evaluation:

@@ -20,12 +20,20 @@ import torch
 from torch.nn import functional
 
 from configs.schema import LossName as LossName
+from configs.schema import StepWeighting
 from heads.transfer import sent
-from train.objectives import favour_likeliest, pace_weights, row_gradient, target_probabilities
+from train.objectives import NO_LABEL as NO_LABEL
+from train.objectives import (
+    block_weights,
+    favour_likeliest,
+    length_weights,
+    probs_of,
+    row_gradient,
+    target_probabilities,
+)
 
 ROW_MULTIPLE = 16
 """Numbers of rows are rounded up to multiples of this: a CPU's matrix products are compiled for each number anew."""
-NO_LABEL = -1
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS, CHUNK_LOGITS = 512, 1024, 1 << 22
 GPU_CHUNK_LOGITS = 1 << 26
 """On a GPU every chunk costs some dozens of launches whatever its size, so it is as large as its memory's room."""
@@ -63,8 +71,8 @@ class Drafts:
 
     states [Q, W] and the LM head that reads them [C, W]; rows [Q], part of those of the depth before; places [Q],
     ascending: the teacher's rows that the answers are compared with; weights [Q] float32: of each row's loss. labels
-    [Q]: the draft ids of the text's own tokens (NO_LABEL where there is none), for D-PACE. Rows and places are best in
-    CPU memory: the text is cut by them, and a device would be waited for.
+    [Q]: the draft ids of the text's own tokens (NO_LABEL where there is none), where `needs_labels`. Rows and places
+    are best in CPU memory: the text is cut by them, and a device would be waited for.
     """
 
     states: torch.Tensor
@@ -108,14 +116,15 @@ def fused_unrolled_loss(
     depths: Sequence[Drafts],
     teacher: TeacherRows,
     *,
-    paced: bool = False,
+    weighting: StepWeighting = "decay",
+    smoothing: float = 0.5,
     rows_per_chunk: int | None = None,
     compare: bool = False,
 ) -> tuple[torch.Tensor, list[RowFigures]]:
     """Sum over depths and rows of weight times loss, and the (unweighted) figures of each depth's rows.
 
-    `paced`: the weights are multiplied by those of D-PACE, which needs `labels`. `rows_per_chunk`: rows, counting each
-    depth, whose logits are held at once (None: as many as are quick).
+    `weighting`, `smoothing`: what the weights are multiplied by (`train.objectives`; decay: nothing). `rows_per_chunk`:
+    rows, counting each depth, whose logits are held at once (None: as many as are quick).
     """
     device = teacher.weight.device
     if rows_per_chunk is None:
@@ -129,7 +138,8 @@ def fused_unrolled_loss(
         members=[[d for d, one in enumerate(depths) if one.weight is lm_head] for lm_head in lm_heads],
         teacher=teacher,
         chunks=chunks,
-        paced=paced,
+        weighting=weighting,
+        smoothing=smoothing,
         compare=compare,
     )
     total, *figures = _FusedLoss.apply(  # type: ignore[no-untyped-call]
@@ -158,8 +168,18 @@ class _Job:
     members: list[list[int]]
     teacher: TeacherRows
     chunks: list[_Chunk]
-    paced: bool
+    weighting: StepWeighting
+    smoothing: float
     compare: bool
+
+    @property
+    def needs_labels(self) -> bool:
+        return needs_labels(self.name, self.weighting)
+
+
+def needs_labels(name: LossName, weighting: StepWeighting) -> bool:
+    """Whether the objective asks for the text's own tokens, beside the target's law."""
+    return name == "label" or weighting in ("dpace", "block")
 
 
 def chunk_rows(vocab_size: int, *, on_gpu: bool = False) -> int:
@@ -261,6 +281,7 @@ class _Block:
     loss: torch.Tensor
     overlap: torch.Tensor
     label_probs: torch.Tensor
+    label_target_probs: torch.Tensor
     agrees: torch.Tensor
 
     def by_depth(self, values: torch.Tensor) -> Iterator[tuple[int, slice, torch.Tensor]]:
@@ -284,6 +305,7 @@ def _block(
         loss=blank,
         overlap=torch.empty_like(blank),
         label_probs=torch.empty_like(blank),
+        label_target_probs=torch.empty_like(blank),
         agrees=torch.zeros_like(blank, dtype=torch.bool),
     )
 
@@ -294,7 +316,7 @@ def _take_losses(job: _Job, block: _Block, target: _Target) -> None:
     if target.favourites is not None:
         block.agrees = block.logits[:num_rows].argmax(dim=-1) == target.favourites[block.places]
     labels = None
-    if job.paced:
+    if job.needs_labels:
         labels = torch.cat([_labels(job.depths[depth])[part] for depth, part in block.spans])
     gradients = block.logits
     if gradients.dtype is torch.float16:  # most of a row's gradients would be too small for it
@@ -302,12 +324,15 @@ def _take_losses(job: _Job, block: _Block, target: _Target) -> None:
     gradients[num_rows:] = 0
     for rows in _cached(block.logits[:num_rows]):
         draft_probs = block.logits[rows].softmax(dim=-1, dtype=torch.float32)
-        if labels is not None:
-            block.label_probs[rows] = _of_labels(draft_probs, labels[rows])
         places = block.places[rows]
+        target_probs = target.probs[places]
+        own = None if labels is None else labels[rows]
+        if own is not None:
+            block.label_probs[rows] = probs_of(draft_probs, own)
+            block.label_target_probs[rows] = probs_of(target_probs, own)
         favoured = None if target.favoured is None else target.favoured[places]
         block.loss[rows], block.overlap[rows], gradient = row_gradient(
-            job.name, draft_probs, target.probs[places], favoured
+            job.name, draft_probs, target_probs, favoured, labels=own
         )
         gradients[rows] = gradient
     block.logits = gradients
@@ -322,24 +347,36 @@ def _cached(logits: torch.Tensor) -> Iterator[slice]:
 
 
 def _labels(drafts: Drafts) -> torch.Tensor:
-    assert drafts.labels is not None, "D-PACE needs the text's own tokens"
+    assert drafts.labels is not None, "the objective needs the text's own tokens"
     return drafts.labels
-
-
-def _of_labels(draft_probs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return draft_probs.gather(1, labels.clamp_min(0)[:, None])[:, 0] * (labels != NO_LABEL)
 
 
 def _row_weights(job: _Job, chunk: _Chunk, blocks: Sequence[_Block]) -> list[torch.Tensor]:
     """Of the rows of each block [N]."""
-    weights = {depth: one.weights[chunk.parts[depth]] for depth, one in enumerate(job.depths)}
-    if job.paced:
-        probs = {depth: piece for block in blocks for depth, _, piece in block.by_depth(block.label_probs)}
-        depths = range(len(job.depths))
-        rows = [job.depths[depth].rows[chunk.parts[depth]] for depth in depths]
-        paces = pace_weights([probs[depth] for depth in depths], rows)
-        weights = {depth: weights[depth] * paces[depth] for depth in depths}
+    weights = [one.weights[part] for one, part in zip(job.depths, chunk.parts, strict=True)]
+    if job.weighting != "decay":
+        by_row = _weights_by_row(job, chunk, blocks)
+        weights = [weight * own for weight, own in zip(weights, by_row, strict=True)]
     return [torch.cat([weights[depth] for depth, _ in block.spans]) for block in blocks]
+
+
+def _weights_by_row(job: _Job, chunk: _Chunk, blocks: Sequence[_Block]) -> list[torch.Tensor]:
+    """Of the rows of each depth [Q], by what they showed."""
+    rows = [one.rows[part] for one, part in zip(job.depths, chunk.parts, strict=True)]
+
+    def shown(name: str) -> list[torch.Tensor]:
+        found = {depth: piece for block in blocks for depth, _, piece in block.by_depth(getattr(block, name))}
+        return [found[depth] for depth in range(len(job.depths))]
+
+    match job.weighting:
+        case "dpace":
+            return length_weights(shown("label_probs"), rows, smoothing=job.smoothing)
+        case "length":
+            return length_weights(shown("overlap"), rows, smoothing=job.smoothing)
+        case "block":
+            return block_weights(shown("label_probs"), shown("label_target_probs"), rows)
+        case "decay":
+            raise AssertionError("decay is the same for all rows of a depth")
 
 
 class _Results:

@@ -142,8 +142,8 @@ def make_head(config: RunConfig, target: TrainingTarget, data: TrainingData) -> 
 
 
 def with_vocabulary(head: DraftHead, vocabulary: DraftVocabulary, target_rows: torch.Tensor) -> DraftHead:
-    """The same head with another draft vocabulary: its LM heads' rows of tokens that it had, and for others those of
-    the target's LM head `target_rows` [V, H]."""
+    """The same head with another draft vocabulary: its rows of tokens that it had, and for others those of the target's
+    LM head `target_rows` [V, H], in LM heads of that width, or the rows of an untrained head."""
     new = type(head)(replace(head.config, draft_vocab_size=len(vocabulary)), vocabulary)
     places = {token: place for place, token in enumerate(head.vocabulary.target_ids.tolist())}
     had = [(row, places[token]) for row, token in enumerate(vocabulary.target_ids.tolist()) if token in places]
@@ -151,10 +151,10 @@ def with_vocabulary(head: DraftHead, vocabulary: DraftVocabulary, target_rows: t
     weights = dict(head.named_parameters())
     with torch.no_grad():
         for name, weight in new.named_parameters():
-            if "lm_head" not in name:  # all families call theirs so
+            if not new.has_draft_rows(name):
                 weight.copy_(weights[name])
                 continue
-            if weight.shape[1:] == target_rows.shape[1:]:
+            if "lm_head" in name and weight.shape[1:] == target_rows.shape[1:]:  # a correction may be as wide
                 weight.copy_(target_rows[vocabulary.target_ids.to(target_rows.device)])
             weight[rows] = weights[name][old_rows].to(weight.dtype)
     return new

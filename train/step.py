@@ -52,7 +52,8 @@ class Objective(nn.Module):
             self.teacher,
             loss=self.settings.loss,
             step_weights=step_weights,
-            paced=self.settings.step_weighting == "dpace",
+            weighting=self.settings.step_weighting,
+            smoothing=self.settings.step_smoothing,
             renormalize=self.settings.teacher == "draft",
             generators=generators,
         )
@@ -114,7 +115,8 @@ class StepPlan:
 
     def label_weights(self, settings: TrainSettings) -> list[float]:
         """What a label's loss weighs at each unrolled step, so that the step's labels together weigh the step's share:
-        the recipe's own, or a decaying one, or (D-PACE weighs each row by itself) the same for all."""
+        the recipe's own, or a decaying one, or (other weightings than decay weigh each row by itself) the same for
+        all."""
         decay = settings.step_decay if settings.step_weighting == "decay" else 1.0
         shares = settings.step_weights or [decay**step for step in range(self.num_steps)]
         return [share / max(1, count) for share, count in zip(shares, self.num_labels, strict=False)]
@@ -140,6 +142,7 @@ def plan_step(rows: Sequence[tuple[int, Rendered]], *, num_steps: int, settings:
             torch.tensor(row.loss_mask),
             [len(row.token_ids)],
             num_steps,
+            root_share=settings.root_share,
             keep_share=settings.ttt_keep,
             generators=[generator],
         )

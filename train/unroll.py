@@ -23,10 +23,20 @@ from dataclasses import dataclass
 
 import torch
 
+from configs.schema import StepWeighting
 from heads.base import DraftHead
 from heads.transfer import sent
 from heads.unroll import Batch, UnrolledStep
-from train.losses import NO_LABEL, ROW_MULTIPLE, Drafts, LossName, RowFigures, TeacherRows, fused_unrolled_loss
+from train.losses import (
+    NO_LABEL,
+    ROW_MULTIPLE,
+    Drafts,
+    LossName,
+    RowFigures,
+    TeacherRows,
+    fused_unrolled_loss,
+    needs_labels,
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,25 +60,28 @@ def plan_rows(
     lengths: Sequence[int],
     num_steps: int,
     *,
+    root_share: float = 1.0,
     keep_share: float = 1.0,
     generators: Sequence[torch.Generator] | None = None,
 ) -> list[torch.Tensor]:
     """The packed rows that count at each step. Each list is part of the one before it.
 
-    With `keep_share` below 1 every step beyond the first goes on with a random part of the rows, which leaves the
-    mean loss of the step unchanged on average and its cost lower. Each sequence's part is drawn from its own one of
-    `generators`, so that it does not depend on what else is in the batch.
+    With `root_share` below 1 the first step takes a random part of the rows, and with `keep_share` below 1 every
+    further one goes on with a random part of those before: the mean loss of a step stays what it was on average, and
+    costs less. Each sequence's part is drawn from its own one of `generators`, so that it does not depend on what else
+    is in the batch.
     """
-    assert keep_share == 1 or generators is not None, "a random part of the rows needs generators"
+    assert root_share == keep_share == 1 or generators is not None, "a random part of the rows needs generators"
     device, mask = loss_mask.device, loss_mask.cpu()
     alive = _written(mask, lengths, 1)
     plan = []
     for step in range(num_steps):
         alive = alive & _written(mask, lengths, step + 2)
-        if step and keep_share < 1 and generators is not None:
+        share = keep_share if step else root_share
+        if share < 1 and generators is not None:
             chances = zip(lengths, generators, strict=True)
             drawn = torch.cat([torch.rand(length, generator=generator) for length, generator in chances])
-            alive = alive & (drawn < keep_share)
+            alive = alive & (drawn < share)
         plan.append(alive.nonzero().flatten().to(device))
     return plan
 
@@ -91,7 +104,8 @@ def unrolled_loss(
     *,
     loss: LossName,
     step_weights: Sequence[float],
-    paced: bool = False,
+    weighting: StepWeighting = "decay",
+    smoothing: float = 0.5,
     renormalize: bool | None = None,
     compare: bool = False,
     generators: Sequence[torch.Generator] | None = None,
@@ -99,8 +113,9 @@ def unrolled_loss(
     """Sum over steps of `step_weights[s]` times the *summed* loss of the step's rows, and the figures of each step.
 
     The caller puts the division by the number of labels into `step_weights`, so that gradients accumulated over
-    several batches weigh every label alike. `paced`: each row's loss has D-PACE's weight besides. `renormalize`: the
-    teacher's law is that over the draft vocabulary; None: if the batch has no log_normalizer for that over all tokens.
+    several batches weigh every label alike. `weighting`, `smoothing`: weights of each row by itself besides
+    (`train.objectives`; decay: none). `renormalize`: the teacher's law is that over the draft vocabulary; None: if the
+    batch has no log_normalizer for that over all tokens.
     `generators`: one for each sequence of the batch, for what is random in the head's training.
 
     Rows and sequences are rounded up to few different numbers (`ROW_MULTIPLE`): the further rows repeat the last one,
@@ -117,10 +132,14 @@ def unrolled_loss(
         generators = [*generators, torch.Generator()][: len(batch.lengths)]
     steps = list(head.unroll(batch, host_plan, generators))
     weights = [_row_weights(*one) for one in zip(step_weights, counts, rounded, strict=False)]
+    with_labels = needs_labels(loss, weighting)
     total, figures = fused_unrolled_loss(
         loss,
-        *_compared(head, batch, host_plan, rounded, steps, weights, teacher, renormalize=renormalize, paced=paced),
-        paced=paced,
+        *_compared(
+            head, batch, host_plan, rounded, steps, weights, teacher, renormalize=renormalize, with_labels=with_labels
+        ),
+        weighting=weighting,
+        smoothing=smoothing,
         compare=compare,
     )
     for answer, weight in zip(steps, weights, strict=True):
@@ -142,7 +161,7 @@ def _compared(
     teacher: Teacher,
     *,
     renormalize: bool | None,
-    paced: bool,
+    with_labels: bool,
 ) -> tuple[list[Drafts], TeacherRows]:
     """What the head answers, and the target's states at all places where it is asked. `host_plan`: `plan` in CPU
     memory."""
@@ -156,7 +175,7 @@ def _compared(
             rows=host_rows,
             places=index,
             weights=weight,
-            labels=_draft_ids(head.target_ids, batch.token_ids[rows + 2 + step]) if paced else None,
+            labels=_draft_ids(head.target_ids, batch.token_ids[rows + 2 + step]) if with_labels else None,
         )
         for step, (host_rows, rows, answer, weight, index) in enumerate(
             zip(host_plan, plan, steps, weights, indices.split([len(rows) for rows in plan]), strict=True)

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.machine import median_ms
 from heads.eagle3 import Eagle3Head
 from infer.cache import SlotCache
-from infer.drafters.head import decoding_view, layer_cache
+from infer.drafters.reading import decoding_view, head_cache
 from infer.graphs.drafting import StaticDraft
 from infer.graphs.rounds import StaticRound
 from infer.graphs.shapes import RoundShape
@@ -110,7 +110,7 @@ class RandomText:
 
     def _cache_of(self, head: Eagle3Head) -> SlotCache:
         num_columns = self.num_columns + GRAIN
-        cache = layer_cache(
+        cache = head_cache(
             head.config, num_slots=self.batch, num_columns=num_columns, dtype=head.dtype, device=head.device
         )
         self._fill(cache)

@@ -42,13 +42,17 @@ from heads.foreign.common import (
     Format,
     Tensors,
     check_copy,
+    lent,
     read_weights,
     weights_path,
+    without_copies,
 )
+from heads.foreign.dflash import DFLASH_FORMATS
 from heads.foreign.eagle1 import EAGLE1_FORMATS
 from heads.foreign.eagle3 import EAGLE3_FORMATS
 from heads.foreign.hydra import HYDRA_FORMATS
 from heads.foreign.medusa import MEDUSA_FORMATS
+from heads.foreign.peagle import PEAGLE_FORMATS
 from heads.registry import FAMILIES, family_of_head
 
 __all__ = [
@@ -63,7 +67,14 @@ __all__ = [
     "write_foreign",
 ]
 
-FORMATS: Mapping[str, Format[Any]] = {**EAGLE3_FORMATS, **EAGLE1_FORMATS, **MEDUSA_FORMATS, **HYDRA_FORMATS}
+FORMATS: Mapping[str, Format[Any]] = {
+    **EAGLE3_FORMATS,
+    **PEAGLE_FORMATS,
+    **DFLASH_FORMATS,
+    **EAGLE1_FORMATS,
+    **MEDUSA_FORMATS,
+    **HYDRA_FORMATS,
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,8 +150,13 @@ def read_foreign(
         _check_target(head_config, target)
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG_FILE}, read as {name}: {error}") from error
+    strange = [file for file in form.refused_files if (folder / file).exists()]
+    if strange:
+        raise ValueError(f"{folder} holds {', '.join(strange)}, which changes what the head computes: not supported")
     path = weights_path(folder, form.weights_files)
-    tensors = read_weights(path)
+    tensors = without_copies(read_weights(path), form.own_or_copies, weights)
+    unread = sorted(key for key in tensors if key.startswith(form.unread))
+    tensors = {key: tensor for key, tensor in tensors.items() if key not in unread}
     try:
         head_config = form.settle(head_config, tensors, sizes)
         head, own = _empty_head(form, tensors, head_config, target, weights)
@@ -163,7 +179,7 @@ def read_foreign(
         head=head,
         dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32,
         origin=origin,
-        notes=[*_borrowed(own, tensors), *form.notes(config, head.config, target)],
+        notes=[*_borrowed(own, tensors), *_left_out(unread), *form.notes(config, head.config, target)],
     )
 
 
@@ -171,18 +187,23 @@ def _empty_head(
     form: Format[Any], tensors: Tensors, config: HeadConfig, target: TargetReference, weights: TargetWeights
 ) -> tuple[DraftHead, dict[str, torch.Tensor]]:
     """A head, and every tensor of the file that is not a copy of the target's, for `load_tensors`."""
-    for name in tensors.keys() & form.copies.keys():
-        check_copy(tensors[name], getattr(weights, form.copies[name]), source=name)
     own = {name: tensor for name, tensor in tensors.items() if name not in form.copies}
     if BURIED_EMBEDDING in own:
         raise ValueError(f"it holds {BURIED_EMBEDDING}, expected an embedding under the name {EMBEDDING}")
-    head = FAMILIES[form.family].head(config, form.vocabulary(own, config, target)).bind(weights)
+    vocabulary = form.vocabulary(own, config, target)
+    for name in tensors.keys() & form.copies.keys():
+        check_copy(tensors[name], lent(form.copies[name], weights, vocabulary), source=name)
+    head = FAMILIES[form.family].head(config, vocabulary).bind(weights)
     return head, form.to_ours(own, head, weights)
 
 
 def _borrowed(own: Tensors, tensors: Tensors) -> list[str]:
     """What `to_ours` took from the target, for want of it in the file."""
     return [f"{LM_HEAD} is not in the file: the target's was taken"] if LM_HEAD in own.keys() - tensors.keys() else []
+
+
+def _left_out(unread: Sequence[str]) -> list[str]:
+    return [f"{', '.join(unread)}: left out, for no draft depends on it"] if unread else []
 
 
 def _forms_of_weights(folder: Path) -> str:
@@ -217,7 +238,7 @@ def write_foreign(
 ) -> Path:
     """Write a saved head in another project's form, in one atomic step. The weights keep their bits.
 
-    `weights`: the target's, for forms that may hold a copy of its embedding, which then goes with the head.
+    `weights`: the target's, for forms that hold copies of them, or may: then they go with the head.
     """
     folder, head_folder = new_folder(folder), present_folder(Path(head_folder))
     if name not in FORMATS:
@@ -232,25 +253,39 @@ def write_foreign(
             f"{FAMILIES[family].title}: "
             + (f"expected {' or '.join(fitting)}" if fitting else "no other project has a form for such heads")
         )
-    config = form.write(head.config, card.target)
+    if form.written_copies and weights is None:
+        raise ValueError(f"{form.title}'s form holds copies of the target's weights: the target is needed too")
     saved = read_tensors(head_folder / WEIGHTS_FILE)  # `head` has them in float32
     dtype = next(saved[name].dtype for name, _ in head.named_parameters())
-    tensors = form.from_ours({form.spelling(key): saved[key] for key in head.state_dict()}, head)
+    head_config, ours = form.restate(head, {key: saved[key] for key in head.state_dict()}, weights)
+    config = form.write(head_config, card.target)
+    tensors = form.from_ours({form.spelling(key): tensor for key, tensor in ours.items()}, head)
     again = form.settle(form.read(config, card.target), tensors, None)
-    assert again == head.config, f"{name} reads its own writing otherwise: {again}, not {head.config}"
+    assert again == head_config, f"{name} reads its own writing otherwise: {again}, not {head_config}"
     if weights is not None:
-        if not form.may_carry_embedding:
-            carriers = [other for other, one in FORMATS.items() if one.family == family and one.may_carry_embedding]
-            raise ValueError(
-                f"{form.title} heads use the target's embedding: "
-                f"only {' or '.join(carriers) or 'those of other families'} may hold a copy"
-            )
-        tensors[EMBEDDING] = weights.embedding.detach().to(device="cpu", dtype=dtype).contiguous()
+        tensors |= {
+            key: tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+            for key, tensor in _copies(form, weights, head, tensors).items()
+        }
     with staged_folder(folder) as staging:
         save_file(tensors, staging / form.weights_files[0], metadata={"format": "pt"})
         text = json.dumps(config | {"torch_dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n"
         (staging / CONFIG_FILE).write_text(text, encoding="utf-8")
     return folder
+
+
+def _copies(form: Format[Any], weights: TargetWeights, head: DraftHead, tensors: Tensors) -> dict[str, torch.Tensor]:
+    """What goes with a head of its target's."""
+    if form.written_copies:
+        return {name: lent(which, weights, head.vocabulary) for name, which in form.written_copies.items()}
+    if not form.may_carry_embedding:
+        family = [(name, one) for name, one in FORMATS.items() if one.family == form.family]
+        carriers = [name for name, one in family if one.may_carry_embedding or one.written_copies]
+        raise ValueError(
+            f"{form.title} heads use the target's embedding: "
+            f"only {' or '.join(carriers) or 'those of other families'} may hold a copy"
+        )
+    return {} if EMBEDDING in tensors else {EMBEDDING: weights.embedding}  # an embedding of its own stays
 
 
 def new_folder(folder: Path | str) -> Path:

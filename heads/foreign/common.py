@@ -25,8 +25,12 @@ Tensors = Mapping[str, torch.Tensor]
 HeadConfigT = TypeVar("HeadConfigT", bound=HeadConfig)
 
 PICKLED_WEIGHTS_FILE = "pytorch_model.bin"
+SPECULATORS_VERSION = "0.3.0"
+"""The version of speculators' layout that is written. Readers do not act on it."""
 EMBEDDING, BURIED_EMBEDDING = EMBEDDING_NAMES
 LM_HEAD = "lm_head.weight"
+DRAFT_LM_HEAD = "draft lm_head"
+"""The rows of the target's LM head that belong to the draft vocabulary."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOT_OF_THE_FORWARD = frozenset(
     {
@@ -79,10 +83,10 @@ class Format(Generic[HeadConfigT]):
     """One project's form of one family's heads.
 
     Reading goes: `read` turns the configuration into the family's own and refuses what it does not know, and `settle`
-    completes it by what only the tensors say; copies of the target's tensors (`copies`) are checked and dropped;
-    `vocabulary` reads the map; `to_ours` brings about what names alone do not; then each of the head's tensors is taken
-    from the name that `spelling` gives, and nothing may be left over or missing. Writing is the way back: `write`,
-    `spelling`, `from_ours`.
+    completes it by what only the tensors say; `vocabulary` reads the map; copies of the target's tensors (`copies`) are
+    checked and dropped; `to_ours` brings about what names alone do not; then each of the head's tensors is taken
+    from the name that `spelling` gives, and nothing may be left over or missing. Writing is the way back: `restate`,
+    `write`, `spelling`, `from_ours`.
     """
 
     title: str
@@ -109,9 +113,23 @@ class Format(Generic[HeadConfigT]):
     weights_files: tuple[str, ...] = (WEIGHTS_FILE, PICKLED_WEIGHTS_FILE)
     """Where weights may be, in order of preference. The first is the one that is written (safetensors)."""
     copies: Mapping[str, str] = field(default_factory=lambda: {EMBEDDING: "embedding"})
-    """Tensors that the file may hold beside the head's, and which of `TargetWeights` each must be a copy of."""
+    """Tensors that the file may hold beside the head's, and which of `TargetWeights` each must be a copy of (or
+    `DRAFT_LM_HEAD`)."""
+    own_or_copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that a head may have of its own, and which of `TargetWeights` they are where it has not: then they are
+    dropped."""
+    unread: tuple[str, ...] = ()
+    """How the names of tensors begin that the file may hold and no draft depends on."""
+    refused_files: tuple[str, ...] = ()
+    """Files beside the weights that would change what the head computes."""
     may_carry_embedding: bool = False
     """Written with a copy of the target's embedding on demand."""
+    written_copies: Mapping[str, str] = field(default_factory=dict)
+    """As `copies`: what the file is always written with. The target must be at hand then."""
+    restate: Callable[
+        [DraftHead, dict[str, torch.Tensor], TargetWeights | None], tuple[HeadConfig, dict[str, torch.Tensor]]
+    ] = lambda head, tensors, _: (head.config, tensors)
+    """Before a head is written: the same head, said as the form can say it."""
     notes: Callable[[Config, HeadConfigT, TargetReference], list[str]] = lambda *_: []
     """What is no error, but is one often enough."""
 
@@ -157,10 +175,67 @@ def check_positive(config: Config, *keys: str) -> None:
             raise ValueError(f"{key} is {value!r:.80}, expected a positive number")
 
 
+def check_token_id(config: Config, *keys: str) -> None:
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{key} is {value!r:.80}, expected a token id")
+
+
+def check_full_attention(config: Config) -> None:
+    """Of heads with several layers: each may look at the whole text."""
+    types, count = config.get("layer_types"), config.get("num_hidden_layers")
+    if types is not None and types != ["full_attention"] * int(count or 0):
+        raise ValueError(
+            f"layer_types are {json.dumps(types):.120}, only full_attention in all {count} layers is supported: a "
+            "sliding window is not computed here"
+        )
+
+
 def check_architectures(config: Config, *known: str) -> None:
     given = config.get("architectures") or []
     if not set(given) <= set(known):
         raise ValueError(f"architectures are {given!r}, expected {' or '.join(known)}")
+
+
+# speculators
+
+
+def speculators_layer(config: Config, algorithm: str) -> dict[str, Any]:
+    """The nested settings of a speculators checkpoint's layers, with the sizes that may stand there or beside them."""
+    layer = part_of(config, "transformer_layer_config")
+    if config.get("speculators_config") is not None:
+        proposals = ("proposal_methods", "default_proposal_method", "verifier")
+        check_keys(part_of(config, "speculators_config"), *proposals, algorithm=algorithm)
+    sizes = dict(layer)
+    for key in ("draft_vocab_size", "target_hidden_size"):
+        said = [part[key] for part in (config, layer) if part.get(key) is not None]
+        if len({*map(str, said)}) > 1:
+            raise ValueError(f"{key} is {said[0]!r}, but {said[1]!r} in transformer_layer_config")
+        sizes[key] = said[0] if said else None
+    return sizes
+
+
+def speculators_algorithm(algorithm: str, num_tokens: int, target: TargetReference) -> dict[str, Any]:
+    """What a speculators checkpoint says of itself beside its layers."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_tokens,
+        "accept_tolerance": 0.0,
+        "verifier_accept_k": 1,
+    }
+    return {
+        "speculators_model_type": algorithm,
+        "speculators_version": SPECULATORS_VERSION,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target.name, "architectures": []},
+        },
+    }
 
 
 def verifier_note(config: Config, target: TargetReference) -> list[str]:
@@ -208,6 +283,24 @@ def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
     if strange:
         raise ValueError(f"{path}: {', '.join(strange)} are no tensors, expected a mapping of names to tensors")
     return values
+
+
+def lent(name: str, weights: TargetWeights, vocabulary: DraftVocabulary) -> torch.Tensor:
+    """What `Format.copies` calls a tensor of the target's."""
+    if name == DRAFT_LM_HEAD:
+        return weights.lm_head[vocabulary.target_ids.to(weights.lm_head.device)]
+    tensor: torch.Tensor = getattr(weights, name)
+    return tensor
+
+
+def without_copies(tensors: Tensors, copies: Mapping[str, str], weights: TargetWeights) -> dict[str, torch.Tensor]:
+    """A file's tensors, less those that the head may have of its own and has not."""
+    kept = dict(tensors)
+    for name in tensors.keys() & copies.keys():
+        with suppress(ValueError):
+            check_copy(tensors[name], getattr(weights, copies[name]), source=name)
+            del kept[name]
+    return kept
 
 
 def check_copy(given: torch.Tensor, own: torch.Tensor, *, source: str) -> None:

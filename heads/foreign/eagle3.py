@@ -3,7 +3,7 @@
 All hold the same network, so a conversion keeps every weight and the draft logits. They differ in names, in how they
 number the target's layers, and in where their configuration says what. In common they have `fc`, `norm` and `lm_head`
 without biases, `d2t` as differences, Llama's rotary embeddings, and the variants of `Eagle3Config` by the same names,
-as far as they know them. Relatives that differ elsewhere are told by the keys in `_LAYER`.
+as far as they know them. Relatives that differ elsewhere are told by the keys in `LAYER`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from heads.foreign.common import (
     check_positive,
     check_whole_numbers,
     part_of,
+    speculators_algorithm,
+    speculators_layer,
     verifier_note,
     vocabulary_from_maps,
 )
@@ -38,22 +40,20 @@ RESIDUAL_KEY = "norm_before_residual"
 ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
 BASE_ARCHITECTURE = "LlamaForCausalLM"
 """What SafeAILab's own files name; they are told from EAGLE's by their draft_vocab_size."""
-SPECULATORS_VERSION = "0.3.0"
-"""The version of the layout that is written. Readers do not act on it."""
 SPECULATIVE_TOKENS = 5
 """What a speculators checkpoint proposes to its server. A server's own setting overrules it."""
 
-_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-_OPTIONAL_SIZES = (
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+OPTIONAL_SIZES = (
     "num_key_value_heads",
     "head_dim",
     "draft_vocab_size",
     "max_position_embeddings",
     "target_hidden_size",
 )
-_READ = (
-    *_SIZES,
-    *_OPTIONAL_SIZES,
+READ = (
+    *SIZES,
+    *OPTIONAL_SIZES,
     "rms_norm_eps",
     "rope_theta",
     "rope_scaling",
@@ -61,7 +61,7 @@ _READ = (
     "bos_token_id",
     "eos_token_id",
 )
-_LAYER: Mapping[str, Any] = {
+LAYER: Mapping[str, Any] = {
     "model_type": "llama",
     "hidden_act": "silu",
     "attention_bias": False,
@@ -72,25 +72,25 @@ _LAYER: Mapping[str, Any] = {
     "use_sliding_window": False,
     "layer_types": ["full_attention"],
 }
-_ONE_LAYER: Mapping[str, Any] = {**_LAYER, "num_hidden_layers": 1}
+_ONE_LAYER: Mapping[str, Any] = {**LAYER, "num_hidden_layers": 1}
 _PLAIN: Mapping[str, Any] = {"input_norm": False, RESIDUAL_KEY: False, **dict.fromkeys(VARIANTS, False)}
 """Of forms that know no variants."""
 
 
 def _build(config: Config, taps: Sequence[int], num_layers: int) -> Eagle3Config:
     """A head's sizes from keys that all forms call alike."""
-    check_whole_numbers(config, _SIZES, _OPTIONAL_SIZES)
+    check_whole_numbers(config, SIZES, OPTIONAL_SIZES)
     check_positive(config, "rms_norm_eps")
     if max(taps) > num_layers:
         raise ValueError(f"taps are hidden_states {list(taps)}, but the target has {num_layers} layers")
     eos = config.get("eos_token_id")
-    native = {key: config[key] for key in (*_READ, RESIDUAL_KEY, *VARIANTS) if key in config}
+    native = {key: config[key] for key in (*READ, RESIDUAL_KEY, *VARIANTS) if key in config}
     native |= {"architectures": [ARCHITECTURE], TAPS_KEY: list(taps)}
     native["eos_token_id"] = eos[0] if isinstance(eos, list) and eos else eos
     return Eagle3Config.from_native(native)
 
 
-def _layer_ids(config: Config, key: str = TAPS_KEY) -> list[int] | None:
+def layer_ids(config: Config, key: str = TAPS_KEY) -> list[int] | None:
     ids = config.get(key)
     if ids is None:
         return None
@@ -118,11 +118,11 @@ def _refuse_variants(config: Eagle3Config, *known: str, way_out: str) -> None:
         raise ValueError(f"this form has no {' and no '.join(given)}, which this head has: export it as {way_out}")
 
 
-def _vocabulary(tensors: Tensors, config: Eagle3Config, target: TargetReference) -> DraftVocabulary:
+def vocabulary(tensors: Tensors, config: Eagle3Config, target: TargetReference) -> DraftVocabulary:
     return vocabulary_from_maps(tensors, size=config.draft_vocab_size, target=target)
 
 
-def _to_ours(tensors: dict[str, torch.Tensor], head: DraftHead, weights: TargetWeights) -> dict[str, torch.Tensor]:
+def to_ours(tensors: dict[str, torch.Tensor], head: DraftHead, weights: TargetWeights) -> dict[str, torch.Tensor]:
     """The maps have been read. A full vocabulary's LM head may be left out: then it is the target's, as servers have
     it."""
     ours = {name: tensor for name, tensor in tensors.items() if name not in head.vocabulary_buffers(head.vocabulary)}
@@ -131,14 +131,14 @@ def _to_ours(tensors: dict[str, torch.Tensor], head: DraftHead, weights: TargetW
     return ours
 
 
-def _without_maps(tensors: dict[str, torch.Tensor], head: DraftHead) -> dict[str, torch.Tensor]:
+def without_maps(tensors: dict[str, torch.Tensor], head: DraftHead) -> dict[str, torch.Tensor]:
     """vLLM has no place for a map where the vocabulary is full."""
     if len(head.vocabulary) < head.vocabulary.vocab_size:
         return tensors
     return {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
 
 
-def _notes(config: Config, head: Eagle3Config, target: TargetReference) -> list[str]:
+def tap_notes(config: Config, head: Eagle3Config, target: TargetReference) -> list[str]:
     notes = []
     for shift, other in ((1, "hidden_states indices"), (-1, "layers counted from 0")):
         usual = (2, target.num_layers // 2, target.num_layers - 3)
@@ -158,14 +158,23 @@ def _looks_alike(tensors: Tensors, layer: str) -> bool:
         and output is not None
         and query.ndim == output.ndim == 2
         and query.shape[1] == 2 * output.shape[0]
+        and "mask_hidden" not in tensors  # P-EAGLE's
     )
 
 
 def _is_eagle3(config: Config) -> bool:
     architectures = config.get("architectures") or []
+    if drafts_in_parallel(config):
+        return False
     if BASE_ARCHITECTURE in architectures:
         return config.get("draft_vocab_size") is not None
     return any(one in ARCHITECTURES for one in architectures)
+
+
+def drafts_in_parallel(config: Config) -> bool:
+    """P-EAGLE's files name EAGLE-3's architecture."""
+    said = [config.get(key) for key in ("parallel_drafting", "ptd_token_id", "pard_token")]
+    return any(value is not None and value is not False for value in said)
 
 
 # SafeAILab
@@ -179,7 +188,7 @@ def _detect_safeailab(config: Config) -> bool:
 def _read_safeailab(config: Config, target: TargetReference) -> Eagle3Config:
     """Its code has one layer, whatever num_hidden_layers says (40 in one published file)."""
     check_architectures(config, *ARCHITECTURES, BASE_ARCHITECTURE)
-    check_keys(config, "architectures", "num_hidden_layers", "truncated_vocab_size", *_READ, **_LAYER, **_PLAIN)
+    check_keys(config, "architectures", "num_hidden_layers", "truncated_vocab_size", *READ, **LAYER, **_PLAIN)
     _check_truncated(config)
     return _build(config, reference_taps(target.num_layers), target.num_layers)
 
@@ -225,17 +234,17 @@ def _detect_specforge(config: Config) -> bool:
 def _read_specforge(config: Config, target: TargetReference) -> Eagle3Config:
     check_architectures(config, *ARCHITECTURES, BASE_ARCHITECTURE)
     plain = {key: value for key, value in _PLAIN.items() if key not in _SPECFORGE_VARIANTS}
-    check_keys(config, "architectures", "eagle_config", *_SPECFORGE_VARIANTS, *_READ, **_ONE_LAYER, **plain)
-    return _build(config, _specforge_taps(config) or reference_taps(target.num_layers), target.num_layers)
+    check_keys(config, "architectures", "eagle_config", *_SPECFORGE_VARIANTS, *READ, **_ONE_LAYER, **plain)
+    return _build(config, specforge_taps(config) or reference_taps(target.num_layers), target.num_layers)
 
 
-def _specforge_taps(config: Config, **one_value: Any) -> list[int] | None:
+def specforge_taps(config: Config, **one_value: Any) -> list[int] | None:
     """Layers are counted from 0 there, and their outputs are meant: hidden_states index i + 1."""
     if config.get("eagle_config") is None:
         return None
     part = part_of(config, "eagle_config")
     check_keys(part, TAPS_KEY, **{"use_aux_hidden_state": True, **one_value})
-    layers = _layer_ids(part)
+    layers = layer_ids(part)
     return None if layers is None else [layer + 1 for layer in layers]
 
 
@@ -249,7 +258,7 @@ def _write_specforge(config: Eagle3Config, target: TargetReference) -> dict[str,
 
 
 def _specforge_notes(config: Config, head: Eagle3Config, target: TargetReference) -> list[str]:
-    notes = _notes(config, head, target)
+    notes = tap_notes(config, head, target)
     if head.norm_output:
         notes.append(
             "norm_output is true, so the normed state is fed back, as servers do it. SpecForge before September 2026 "
@@ -283,12 +292,12 @@ def _detect_modelopt(config: Config) -> bool:
 
 def _read_modelopt(config: Config, target: TargetReference) -> Eagle3Config:
     check_architectures(config, *ARCHITECTURES, BASE_ARCHITECTURE)
-    check_keys(config, "architectures", "eagle_config", *_READ, **_ONE_LAYER, **_PLAIN)
+    check_keys(config, "architectures", "eagle_config", *READ, **_ONE_LAYER, **_PLAIN)
     part = dict(part_of(config, "eagle_config"))
     part.pop("parallel_draft_heads_num_layers", None)  # of heads that are not there
     if not part.get(TAPS_KEY):
         part[TAPS_KEY] = None  # an empty list stands for the default
-    taps = _specforge_taps({"eagle_config": part}, **_MODELOPT_MARKS)
+    taps = specforge_taps({"eagle_config": part}, **_MODELOPT_MARKS)
     return _build(config, taps or reference_taps(target.num_layers), target.num_layers)
 
 
@@ -303,7 +312,7 @@ def _modelopt_vocabulary(tensors: Tensors, config: Eagle3Config, target: TargetR
 
 
 def _modelopt_from_ours(tensors: dict[str, torch.Tensor], head: DraftHead) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in _without_maps(tensors, head).items() if name != "t2d"}
+    return {name: tensor for name, tensor in without_maps(tensors, head).items() if name != "t2d"}
 
 
 # vLLM and SGLang: our own form
@@ -315,9 +324,9 @@ def _detect_vllm(config: Config) -> bool:
 
 def _read_vllm(config: Config, target: TargetReference) -> Eagle3Config:
     check_architectures(config, *ARCHITECTURES, BASE_ARCHITECTURE)
-    known = ("architectures", *_READ, RESIDUAL_KEY, *VARIANTS, TAPS_KEY, "eagle_config")
+    known = ("architectures", *READ, RESIDUAL_KEY, *VARIANTS, TAPS_KEY, "eagle_config")
     check_keys(config, *known, input_norm=False, **_ONE_LAYER)
-    indices, layers_plus_one = _layer_ids(config), _specforge_taps(config)
+    indices, layers_plus_one = layer_ids(config), specforge_taps(config)
     if indices is not None and layers_plus_one is not None and indices != layers_plus_one:
         raise ValueError(
             f"taps are named twice and differently: {TAPS_KEY} {indices} are hidden_states indices, expected those of "
@@ -332,15 +341,18 @@ def _write_vllm(config: Eagle3Config, target: TargetReference) -> dict[str, Any]
 
 # speculators
 
+OTHER_ALGORITHMS = ("peagle", "dflash", "dspark")
+"""speculators' heads that have forms of their own here."""
 _SPECULATORS_ARCHITECTURES = ("Eagle3Speculator", "Eagle3DraftModel")
 
 
 def _detect_speculators(config: Config) -> bool:
-    return "speculators_model_type" in config
+    """Unheard-of algorithms of theirs are read as this one, and refused by name."""
+    return "speculators_model_type" in config and config["speculators_model_type"] not in OTHER_ALGORITHMS
 
 
 def _read_speculators(config: Config, target: TargetReference) -> Eagle3Config:
-    layer = part_of(config, "transformer_layer_config")
+    sizes = speculators_layer(config, "eagle3")
     check_keys(
         config,
         "architectures",
@@ -363,45 +375,21 @@ def _read_speculators(config: Config, target: TargetReference) -> Eagle3Config:
             "expected true or false"
         )
     check_architectures(config, *_SPECULATORS_ARCHITECTURES)
-    if config.get("speculators_config") is not None:
-        proposals = ("proposal_methods", "default_proposal_method", "verifier")
-        check_keys(part_of(config, "speculators_config"), *proposals, algorithm="eagle3")
-    check_keys(layer, "architectures", *_READ, **_ONE_LAYER, **_PLAIN)
-    sizes = dict(layer)
-    for key in ("draft_vocab_size", "target_hidden_size"):
-        said = [part[key] for part in (config, layer) if part.get(key) is not None]
-        if len({*map(str, said)}) > 1:
-            raise ValueError(f"{key} is {said[0]!r}, but {said[1]!r} in transformer_layer_config")
-        sizes[key] = said[0] if said else None
+    check_keys(part_of(config, "transformer_layer_config"), "architectures", *READ, **_ONE_LAYER, **_PLAIN)
     sizes |= {key: config[key] for key in (RESIDUAL_KEY, *VARIANTS) if key in config}
-    return _build(sizes, _layer_ids(config) or reference_taps(target.num_layers), target.num_layers)
+    return _build(sizes, layer_ids(config) or reference_taps(target.num_layers), target.num_layers)
 
 
 def _write_speculators(config: Eagle3Config, target: TargetReference) -> dict[str, Any]:
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": SPECULATIVE_TOKENS,
-        "accept_tolerance": 0.0,
-        "verifier_accept_k": 1,
-    }
     return {
         "architectures": [_SPECULATORS_ARCHITECTURES[0]],
-        "speculators_model_type": "eagle3",
-        "speculators_version": SPECULATORS_VERSION,
+        **speculators_algorithm("eagle3", SPECULATIVE_TOKENS, target),
         "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": None,
         RESIDUAL_KEY: config.norm_before_residual,
         **{key: True for key in VARIANTS if getattr(config, key)},
         "embed_requires_grad": False,
         TAPS_KEY: list(config.taps),
-        "tie_word_embeddings": False,
         "transformer_layer_config": decoder_to_native(config),
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": target.name, "architectures": []},
-        },
     }
 
 
@@ -425,9 +413,9 @@ EAGLE3_FORMATS: Mapping[str, Format[Eagle3Config]] = {
         looks_alike=_MIDLAYER,
         read=_read_safeailab,
         write=_write_safeailab,
-        vocabulary=_vocabulary,
-        to_ours=_to_ours,
-        notes=_notes,
+        vocabulary=vocabulary,
+        to_ours=to_ours,
+        notes=tap_notes,
     ),
     "specforge": Format(
         title="SpecForge",
@@ -440,8 +428,8 @@ EAGLE3_FORMATS: Mapping[str, Format[Eagle3Config]] = {
         looks_alike=_MIDLAYER,
         read=_read_specforge,
         write=_write_specforge,
-        vocabulary=_vocabulary,
-        to_ours=_to_ours,
+        vocabulary=vocabulary,
+        to_ours=to_ours,
         notes=_specforge_notes,
     ),
     "speculators": Format(
@@ -457,11 +445,11 @@ EAGLE3_FORMATS: Mapping[str, Format[Eagle3Config]] = {
         read=_read_speculators,
         write=_write_speculators,
         spelling=_plain_layer_name,
-        vocabulary=_vocabulary,
-        to_ours=_to_ours,
-        from_ours=_without_maps,
+        vocabulary=vocabulary,
+        to_ours=to_ours,
+        from_ours=without_maps,
         may_carry_embedding=True,
-        notes=_notes,
+        notes=tap_notes,
     ),
     "modelopt": Format(
         title="NVIDIA Model-Optimizer",
@@ -477,9 +465,9 @@ EAGLE3_FORMATS: Mapping[str, Format[Eagle3Config]] = {
         write=_write_modelopt,
         spelling=_plain_layer_name,
         vocabulary=_modelopt_vocabulary,
-        to_ours=_to_ours,
+        to_ours=to_ours,
         from_ours=_modelopt_from_ours,
-        notes=_notes,
+        notes=tap_notes,
     ),
     "vllm": Format(
         title="vLLM and SGLang",
@@ -493,9 +481,9 @@ EAGLE3_FORMATS: Mapping[str, Format[Eagle3Config]] = {
         looks_alike=_MIDLAYER,
         read=_read_vllm,
         write=_write_vllm,
-        vocabulary=_vocabulary,
-        to_ours=_to_ours,
-        from_ours=_without_maps,
-        notes=_notes,
+        vocabulary=vocabulary,
+        to_ours=to_ours,
+        from_ours=without_maps,
+        notes=tap_notes,
     ),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from heads.checkpoint import present_folder, read_card
+from heads.checkpoint import CONFIG_FILE, present_folder, read_card, read_json
 from heads.foreign import FORMATS, list_of_forms, new_folder, write_foreign
 from infer.adapter import is_adapted, write_merged_target
 from infer.cli import common
@@ -26,10 +26,12 @@ EXAMPLE = """\
 headstart export runs/demo/best --to vllm --out exported/vllm
 headstart export runs/smollm2-135m-hass/best --to vllm-eagle1 --out exported/vllm
 headstart export runs/smollm2-135m-medusa/best --to vllm-medusa --out exported/vllm
+headstart export runs/smollm2-135m-dflash/best --to speculators-dspark --out exported/dspark
 headstart export runs/smollm2-135m-medusa2/best --to merged-target --out exported/target
 headstart export runs/demo/best --to speculators --out exported/speculators --target models/smollm2-135m"""
 
 _CARRIERS = " or ".join(name for name, form in FORMATS.items() if form.may_carry_embedding)
+_COPIERS = ", ".join(name for name, form in FORMATS.items() if form.written_copies)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target",
         metavar="MODEL",
         help=f"with --to {_CARRIERS}: put a copy of this target's embedding in, which the project's own library wants "
-        f"and servers do not need; with --to {MERGED}: where the original target is (default: what the head names)",
+        f"and servers do not need; with --to {MERGED}, {_COPIERS}: where the original target is (default: what the "
+        "head names)",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N, for the target (default: auto)")
 
@@ -55,16 +58,19 @@ def run(args: argparse.Namespace) -> int:
         return 0
     card = read_card(args.head)
     weights = None
-    if args.target is not None:
+    if args.target is not None or FORMATS[args.form].written_copies:
         from infer.target import TargetModel
 
         common.quiet_loading()
-        target = TargetModel.load(args.target, dtype="float32", device=args.device)
+        target = TargetModel.load(resolve_target(args.head, args.target), dtype="float32", device=args.device)
         target.check_card(card)
         weights = target.weights
     adapted = is_adapted(card, present_folder(args.head))
     write_foreign(args.out, args.head, args.form, weights=weights)
     common.note(f"{FORMATS[args.form].title}: {FORMATS[args.form].conventions}")
+    config = read_json(present_folder(args.head) / CONFIG_FILE)
+    if config.get("markov_rank") and not config.get("markov_table"):
+        common.note("the correction by the token before is written as a table of all tokens, which drafts the same")
     if adapted:
         common.note(
             f"warning: the head was trained along with {card.target.name}, and its adapter stays behind: serve it "

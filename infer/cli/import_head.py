@@ -27,6 +27,7 @@ EXAMPLE = """\
 headstart import downloads/eagle3-llama-3.1-8b --target meta-llama/Llama-3.1-8B-Instruct --out heads/llama
 headstart import downloads/eagle-vicuna-7b --target lmsys/vicuna-7b-v1.3 --out heads/vicuna
 headstart import downloads/medusa-vicuna-7b --target lmsys/vicuna-7b-v1.3 --out heads/medusa --from medusa
+headstart import downloads/dspark_qwen3_4b_block7 --target Qwen/Qwen3-4B --out heads/dspark
 headstart import checkpoint --target models/smollm2-135m --out heads/smollm2 --from specforge
 headstart import runs/finetuned/best/head_adapter --base runs/demo/best --out heads/finetuned"""
 

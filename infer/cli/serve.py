@@ -12,7 +12,10 @@ from infer.cli import common
 from infer.serve.settings import KEY_VARIABLE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from infer.engine import Engine
+    from infer.learning import Learner
     from infer.serve.settings import ServeSettings
     from infer.target import TargetModel
 
@@ -184,7 +187,8 @@ def _add_acceptance_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, *, make_learner: Callable[[Engine], Learner] | None = None) -> int:
+    """make_learner: what is to go on training the head of the engine that serves."""
     from infer.serve import external
 
     args.head = _head(args)
@@ -195,10 +199,10 @@ def run(args: argparse.Namespace) -> int:
         )
         return external.serve(args, place)
     external.check_own(args)
-    return _serve(args, keys)
+    return _serve(args, keys, make_learner)
 
 
-def _serve(args: argparse.Namespace, keys: tuple[str, ...]) -> int:
+def _serve(args: argparse.Namespace, keys: tuple[str, ...], make_learner: Callable[[Engine], Learner] | None) -> int:
     from infer.serve import acceptance
     from infer.serve.run import Process, bind, serve
 
@@ -214,6 +218,7 @@ def _serve(args: argparse.Namespace, keys: tuple[str, ...]) -> int:
         target = common.load_target(args)
         settings = _settings(args, target, keys)
         engine = _engine(args, target)
+        learner = None if make_learner is None else make_learner(engine)
         log = acceptance.open_log(
             engine,
             args.head,
@@ -225,7 +230,7 @@ def _serve(args: argparse.Namespace, keys: tuple[str, ...]) -> int:
         listener.close()
         raise
     common.note(_engine_line(engine))
-    return serve(engine, settings, process, listener, notice=common.note, acceptance=log)
+    return serve(engine, settings, process, listener, notice=common.note, acceptance=log, learner=learner)
 
 
 def _head(args: argparse.Namespace) -> str:

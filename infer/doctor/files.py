@@ -296,8 +296,11 @@ def bind(files: HeadFiles, target: TargetModel) -> tuple[DraftHead | None, Findi
     head = files.head
     problems = []
     notes = []
-    copies = [name for name in EMBEDDING_NAMES if name in files.tensors]
-    if copies:
+    own_parameters = set() if head is None else {name for name, _ in head.named_parameters()}
+    copies = [name for name in EMBEDDING_NAMES if name in files.tensors and name not in own_parameters]
+    if own_parameters.intersection(EMBEDDING_NAMES):
+        notes.append("the embedding is the head's own")
+    elif copies:
         notes.append(f"{copies[0]} is a copy of the target's embedding")
     else:
         notes.append("no embedding in the file: the target's is used")

@@ -21,11 +21,13 @@ import torch
 from torch import nn
 
 from heads.base import DraftHead
+from heads.block import BlockHead
 from heads.unroll import Batch
 from infer.cost import CostModel
 from infer.doctor.findings import Finding, Problem, Verdict, judged
 from infer.doctor.texts import Evidence, TargetText
 from infer.drafters.base import DraftLimit, Room, TreeSettings
+from infer.drafters.block import BlockRound
 from infer.drafters.growing import TreeGrower
 from infer.drafters.spec import head_drafter
 from infer.drafters.stepper import Frontier, Stepper
@@ -105,7 +107,14 @@ class _Tape:
 
 @contextmanager
 def _recorded(head: DraftHead, tape: Callable[[], _Tape | None]) -> Iterator[None]:
-    """Let every module and step of `head` write to the tape of the moment."""
+    """Let every module and step of `head` write to the tape of the moment.
+
+    Not those of a head that computes all depths in one pass, over rows that training and decoding lay out differently:
+    what its LM head reads is all that is compared.
+    """
+    if isinstance(head, BlockHead):
+        yield
+        return
 
     def write(name: str, value: Any) -> None:
         current = tape()
@@ -195,7 +204,7 @@ class _KnowingDrafter:
         ends = torch.tensor([self._num_new.pop(request) for request in requests]).cumsum(0)
         rows_of: dict[int, list[int]] = {int(ends[-1]): (ends - 1).tolist(), len(requests): [*range(len(requests))]}
         self.tape = _Tape(rows=rows_of.get)
-        draft_round = self.stepper.begin(requests)
+        draft_round = self.stepper.begin(requests, [self._num_depths] * len(requests))
         alive = list(range(len(requests)))
         for depth in range(self._num_depths):
             alive, before = [i for i in alive if known[i] and len(paths[i]) >= depth], alive
@@ -216,6 +225,8 @@ class _KnowingDrafter:
             ]
             logits = draft_round.logits(frontiers, depth)
             named = self.tape.by_name()
+            if isinstance(draft_round, BlockRound):
+                named = {METHODS["outputs"]: [draft_round.outputs(frontiers, depth)]}
             for place, i in enumerate(alive):
                 # What `begin` recorded has a row a request; what came later, one a frontier.
                 kept = {
@@ -384,6 +395,8 @@ def _training_rows(
             tape = _Tape(rows={len(rows): [*range(len(rows))], length: rows.tolist()}.get)
             answer = next(steps)
             named = tape.by_name()
+            if isinstance(head, BlockHead):
+                named = {METHODS["outputs"]: [answer.states]}
             alive = [roots.index(row) for row in rows.tolist()]
             logits = answer.logits()
             for place, i in enumerate(alive):

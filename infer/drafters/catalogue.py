@@ -91,6 +91,19 @@ _FAMILY_WORDS: Mapping[str, _Words] = {
         parameters="an MLP and an LM head a depth, wider with each depth; one decoder layer more with prefix_layer",
         steps="one MLP and one LM head a depth; with prefix_layer one pass over the round's new text before",
     ),
+    "peagle": _Words(
+        reads="the states of three of the target's layers",
+        parameters="as eagle3's, with a mask state, further decoder layers by num_layers, and a correction of the "
+        "draft by the token before it",
+        steps="one pass over the round's new text and a place a depth, for all depths at once; then the correction",
+    ),
+    "dflash": _Words(
+        reads="the states of three of the target's layers (or others), as keys and values of every layer",
+        parameters="decoder layers by num_layers, the fusion of the states, and a correction of the draft by the token "
+        "before it; embeddings and LM head are the target's",
+        steps="one pass over the round's new text and a block of places that see each other, for all depths at once; "
+        "then the correction",
+    ),
     "early_exit": _Words(
         reads="the target's first layers and its cache, into which the draft writes",
         parameters="a gated MLP as wide as a state, and a norm; layers and LM head are the target's",

@@ -24,6 +24,7 @@ from heads.base import DraftHead
 from heads.eagle1 import DecoderLayer
 from heads.eagle3 import Eagle3Head, MidLayer
 from heads.layers import Attend, Attention, Block, GatedMLP, RMSNorm, Rotary, RotaryTable
+from heads.peagle import PlainLayer
 from infer.kernels.gpu.elementwise import DTYPES, NormForm, rotary_tables, silu_mul
 from infer.kernels.gpu.modules import FusedNorm, attend_stored
 from infer.rows import PackedRows, Rows, RowsAttend
@@ -38,7 +39,7 @@ def fused_view(head: Head) -> Head:
         return head
     view = cast(Head, with_forwards(head, _forward_of))
     for layer in view.modules():
-        if isinstance(layer, MidLayer | DecoderLayer):
+        if isinstance(layer, MidLayer | DecoderLayer | PlainLayer):
             layer.block = _block(layer, _norm_of(view) if isinstance(view, Eagle3Head) else None)
     table = getattr(view, "_rotary", None)
     if isinstance(table, RotaryTable):
@@ -107,11 +108,11 @@ def _attention_forward(twin: Attention) -> Callable[..., torch.Tensor]:
 
     def forward(inputs: torch.Tensor, rotary: Rotary, attend: Attend, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Where `attend` is over the rows of a cache, keys go there straight from the product."""
-        seen = attend.rows if rows is None and isinstance(attend, RowsAttend) else None
-        if seen is None or _is_ordinary(inputs, twin.q_proj.weight) or not _goes_into(seen, inputs, rotary):
+        own = attend if rows is None and isinstance(attend, RowsAttend) else None
+        if own is None or _is_ordinary(inputs, twin.q_proj.weight) or not _goes_into(own.rows, inputs, rotary):
             return ordinary(inputs, rotary, attend, rows)
         cosines, sines = (table.squeeze(-2) for table in rotary)
-        attended = attend_stored(product(inputs), (cosines, sines), seen, 0)
+        attended = attend_stored(product(inputs), (cosines, sines), own.rows, own.layer)
         return cast(torch.Tensor, twin.o_proj(attended.flatten(-2)))
 
     return forward
@@ -130,7 +131,7 @@ def _norm_of(module: nn.Module, name: str = "norm") -> FusedNorm:
     return forward
 
 
-def _block(layer: MidLayer | DecoderLayer, following: FusedNorm | None) -> Block:
+def _block(layer: MidLayer | DecoderLayer | PlainLayer, following: FusedNorm | None) -> Block:
     """Attention and MLP of a layer of a view, each around a residual. `following`: the norm that reads its states."""
     norm = _norm_of(layer, "post_attention_layernorm")
 

@@ -63,6 +63,11 @@ class Growth:
     draft_probs: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
+    def depth(self) -> int:
+        """Of the deepest node that it may have."""
+        return self.limit.max_depth if self.limit.max_nodes > 0 else 0
+
+    @property
     def may_prune(self) -> bool:
         """Whether candidates may be left out for what they are: not if they were drawn, for that changes the law."""
         return self.kind in (OneHot, Coupled)
@@ -143,10 +148,10 @@ class TreeGrower:
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request], limits: Sequence[DraftLimit]) -> list[DraftTree]:
-        draft_round = self.stepper.begin(requests)
-        self.spent_milliseconds = self.stepper.begin_milliseconds
         growths = [self._start(i, request, limits[i]) for i, request in enumerate(requests)]
-        growing = [growth for growth in growths if growth.limit.max_depth > 0 and growth.limit.max_nodes > 0]
+        draft_round = self.stepper.begin(requests, [growth.depth for growth in growths])
+        self.spent_milliseconds = self.stepper.begin_milliseconds
+        growing = [growth for growth in growths if growth.depth]
         depth = 0
         while growing:
             logits = draft_round.logits([growth.asked() for growth in growing], depth)  # [F, C]

@@ -102,7 +102,7 @@ class ModelStepper:
     def observe(self, request: Request, states: torch.Tensor | None) -> None:
         """The text itself says what is new."""
 
-    def begin(self, requests: Sequence[Request]) -> ModelRound:
+    def begin(self, requests: Sequence[Request], depths: Sequence[int]) -> ModelRound:
         return ModelRound(self, self.read(requests))
 
     def num_kept(self, request: Request) -> int:

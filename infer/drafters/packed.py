@@ -16,9 +16,11 @@ from torch import nn
 from torch.nn import functional
 
 from heads.base import DraftHead
+from heads.block import BlockHead
 from heads.eagle1 import DecoderLayer
 from heads.eagle3 import MidLayer
 from heads.layers import Attend, Attention, Block, GatedMLP, RMSNorm, Rotary
+from heads.peagle import PlainLayer
 from infer.kernels.decoder import DecoderKernel
 from infer.kernels.layers import gate_forward, norm_forward
 from infer.packing import PackedWeight, is_packable, pack_linear
@@ -55,6 +57,8 @@ class _LMHeads:
 def _lm_heads(head: DraftHead) -> list[torch.Tensor]:
     """The LM heads' weights at all depths, but for those that a head makes anew whenever it is asked."""
     state = torch.zeros((1, head.config.hidden_size), dtype=head.dtype)
+    if isinstance(head, BlockHead):
+        return [head.base_outputs(state)[1], *([head.markov.output.weight] if head.config.markov_rank else [])]
     weights = [head.outputs(state, depth)[1] for depth in range(head.num_depths or 1)]
     return [weight for depth, weight in enumerate(weights) if head.outputs(state, depth)[1] is weight]
 
@@ -67,12 +71,12 @@ def _forward_of(twin: nn.Module) -> Callable[..., torch.Tensor] | None:
         return norm_forward(twin)
     if isinstance(twin, Attention | GatedMLP):
         return _side_by_side(twin)
-    if isinstance(twin, MidLayer | DecoderLayer):
+    if isinstance(twin, MidLayer | DecoderLayer | PlainLayer):
         twin.block = _block(twin)
     return None
 
 
-def _block(twin: MidLayer | DecoderLayer) -> Block | None:
+def _block(twin: MidLayer | DecoderLayer | PlainLayer) -> Block | None:
     """Attention and MLP of a layer in one call, where all of it runs on kernels."""
     attention, mlp, norm = twin.self_attn, twin.mlp, twin.post_attention_layernorm
     parts = [attention.side_by_side, attention.o_proj.forward, mlp.side_by_side, mlp.down_proj.forward]
@@ -94,8 +98,9 @@ def _block(twin: MidLayer | DecoderLayer) -> Block | None:
     def block(inputs: torch.Tensor, residual: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
         rows = attend.rows if isinstance(attend, RowsAttend) else None
         if isinstance(rows, PackedRows) and rows.use_kernel and not torch.is_grad_enabled():
+            assert isinstance(attend, RowsAttend)
             cosines, sines = (table.squeeze(-2) for table in rotary)
-            return kernel(residual, (cosines, sines), rows, 0, inputs=inputs)
+            return kernel(residual, (cosines, sines), rows, attend.layer, inputs=inputs)
         states = residual + attention(inputs, rotary, attend)
         return cast(torch.Tensor, states + mlp(norm(states)))
 

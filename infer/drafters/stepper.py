@@ -6,12 +6,14 @@ depth by depth. Each round it is asked to `begin`, and the `DraftRound` that it 
 remembered between depths (states, logits, masks) lives in the `DraftRound` and goes with it; what is remembered of a
 request between rounds lives in `request.draft_state[name]`.
 
-Three shapes of network that fit:
+Four shapes of network that fit:
 
     a head on its own states    `begin` reads the target's newest states; a depth is one forward over the frontier's
     (EAGLE, Hydra)              tokens, each beside the state that its parent's row left (`Frontier.parent_rows`)
     one head a depth (Medusa)   `begin` computes the logits of all depths from the root's state; a depth is a look-up
                                 by `Frontier.index`, so `step_milliseconds` is 0 and `max_depth` the number of heads
+    all depths in one pass      `begin` runs the head over the new text and the places behind it, for the depths that it
+    (P-EAGLE, DFlash)           is told of; a depth is a look-up, corrected by the frontier's tokens
     a causal model              `begin` runs the model over tokens that its cache does not hold yet; a depth is one
                                 forward over the frontier's tokens (`infer.rows.GrowingRows` makes its rows)
 
@@ -99,8 +101,11 @@ class Stepper(Protocol):
     def observe(self, request: Request, states: torch.Tensor | None) -> None:
         """As `Drafter.observe`."""
 
-    def begin(self, requests: Sequence[Request]) -> DraftRound:
-        """Catch up with the text of `requests`, each of which has new rows since it was last here."""
+    def begin(self, requests: Sequence[Request], depths: Sequence[int]) -> DraftRound:
+        """Catch up with the text of `requests`, each of which has new rows since it was last here.
+
+        depths: of each, the deepest node that may be asked for: at most `logits` of the depths below it.
+        """
         ...
 
     def close(self, request: Request) -> None:

@@ -13,26 +13,28 @@ vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from heads.base import DraftHead, PathHead, RecurrentHead
+from heads.block import BlockHead
 from infer.cache import SlotCache
 from infer.graphs.inputs import DeviceInputs
 from infer.graphs.rows import tree_rows
 from infer.graphs.shapes import RoundShape
 from infer.graphs.trees import Candidates, best_nodes
 from infer.noise import gumbel_rows, position_keys
-from infer.rows import RowsAttend
+from infer.rows import BlockAttend, RowsAttend
 
 
 class StaticDraft:
-    """Grows trees with `head`. cache: of its own layer, if it has one. pending [slots, P, taps * H]: the states of each
-    slot's newest rows, which a round writes and the next one reads."""
+    """Grows trees with `head`. cache: of its own layers, if it has any. pending [slots, P, taps * H]: the states of
+    each slot's newest rows, which a round writes and the next one reads."""
 
     def __init__(self, head: DraftHead, *, cache: SlotCache | None, pending: torch.Tensor) -> None:
-        if not isinstance(head, RecurrentHead | PathHead):
+        if not isinstance(head, RecurrentHead | PathHead | BlockHead):
             raise ValueError(f"there is no way to draft with a {type(head).__name__} on static shapes")
         self.head = head
         self.target_ids = head.target_ids  # once: a copy from the host cannot be captured in a graph
@@ -45,13 +47,16 @@ class StaticDraft:
 
     def grow(self, inputs: DeviceInputs, shape: RoundShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and parents (as rows) [B, N] of a tree for each request."""
+        return best_nodes(_candidates(self._network(inputs, shape), self.target_ids, inputs, shape), shape.nodes)
+
+    def _network(self, inputs: DeviceInputs, shape: RoundShape) -> _Network:
         head = self.head
-        network: _Network = (
-            _Recurrent(head, self, inputs, shape)
-            if isinstance(head, RecurrentHead)
-            else _Paths(head, self, inputs, shape)
-        )
-        return best_nodes(_candidates(network, self.target_ids, inputs, shape), shape.nodes)
+        if isinstance(head, RecurrentHead):
+            return _Recurrent(head, self, inputs, shape)
+        if isinstance(head, BlockHead):
+            return _Blocks(head, self, inputs, shape)
+        assert isinstance(head, PathHead)
+        return _Paths(head, self, inputs, shape)
 
     def newest_rows(self, inputs: DeviceInputs, shape: RoundShape) -> tuple[torch.Tensor, RowsAttend, torch.Tensor]:
         """The pending rows' states [B * P, taps * H], their attention and their positions [B * P]. Places without a row
@@ -191,6 +196,54 @@ def _roots_of(head: PathHead, draft: StaticDraft, inputs: DeviceInputs, shape: R
         return _last_of(head.roots(taps, inputs.pending_tokens.flatten(), positions, attend), inputs)[:, 0]
     taps = _last_of(draft.states_of(inputs).flatten(0, 1), inputs)[:, 0]
     return head.roots(taps, inputs.tokens, torch.zeros_like(inputs.tokens), _no_attention)
+
+
+class _Blocks:
+    """One pass for all depths: a depth is a look-up, and what the frontier's tokens add."""
+
+    def __init__(self, head: BlockHead, draft: StaticDraft, inputs: DeviceInputs, shape: RoundShape) -> None:
+        self._head = head
+        self._states = _block_states(head, draft, inputs, shape)  # [B, depths, H]
+        self._logits = head.base_logits(self._states)  # [B, depths, C]
+
+    def logits(self, depth: int, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+        width = tokens.shape[1]
+        logits, states = (of_depths[:, depth : depth + 1] for of_depths in (self._logits, self._states))
+        logits = logits.expand(-1, width, -1)
+        if not self._head.config.markov_rank:
+            return logits
+        return logits + self._head.correction(states.expand(-1, width, -1), tokens)
+
+
+def _block_states(head: BlockHead, draft: StaticDraft, inputs: DeviceInputs, shape: RoundShape) -> torch.Tensor:
+    """The states [B, depths, H] of one pass over the newest rows of the text and, behind all of these, the places."""
+    assert draft.cache is not None
+    (num_requests, num_rows), device = inputs.pending_tokens.shape, inputs.slots.device
+    num_places = head.num_places if head.sees_ahead else head.first_place + shape.depth - 1
+    text, places = torch.arange(num_rows, device=device), torch.arange(num_places, device=device)
+    is_text = text < inputs.num_pending[:, None]  # [B, rows]
+    sees = torch.zeros((num_requests, num_rows + num_places, num_rows + num_places), dtype=torch.bool, device=device)
+    sees[:, :num_rows, :num_rows] = text <= text[:, None]
+    sees[:, num_rows:, :num_rows] = is_text[:, None]
+    sees[:, num_rows:, num_rows:] = True if head.sees_ahead else places <= places[:, None]
+    depths = torch.cat([text.expand(num_requests, -1), inputs.num_pending[:, None] + places], dim=1)
+    tokens = inputs.tokens[:, None].expand(-1, num_places)
+    laid = partial(tree_rows, draft.cache, slots=inputs.slots, prefixes=inputs.num_read, max_prefix=shape.context)
+    rows = laid(token_ids=torch.cat([inputs.pending_tokens, tokens], dim=1), depths=depths, sees=sees)
+    read = head.text_inputs(draft.states_of(inputs).flatten(0, 1), inputs.pending_tokens.flatten())
+    behind = head.place_inputs(inputs.tokens, read.dtype)[:, :num_places]
+    network_inputs = torch.cat([read.unflatten(0, (num_requests, -1)), behind], dim=1).flatten(0, 1)
+    firsts = torch.arange(num_requests, device=device)[:, None] * (num_rows + num_places) + num_rows
+    among = (firsts + places).flatten()
+    order = torch.arange(shape.depth, device=device) + head.first_place - 1  # among the places; -1 is the root
+    if head.sees_ahead:
+        blocks = laid(token_ids=tokens, depths=depths[:, num_rows:], sees=sees[:, num_rows:], offset=num_rows)
+        attend = BlockAttend(rows, blocks, among)
+        states = head(network_inputs, rows.positions, attend, places=among, wanted=None)
+        return _rows_of(states.unflatten(0, (num_requests, -1)), order.expand(num_requests, -1))
+    states = head(network_inputs, rows.positions, BlockAttend(rows), places=among, wanted=None)
+    wanted = torch.where(order < 0, inputs.num_pending[:, None] - 1, num_rows + order)
+    return _rows_of(states.unflatten(0, (num_requests, -1)), wanted.clamp_min(0))
 
 
 def _last_of(rows: torch.Tensor, inputs: DeviceInputs) -> torch.Tensor:

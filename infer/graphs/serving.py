@@ -12,7 +12,8 @@ import torch
 
 from infer.cache import SlotCache
 from infer.drafters.base import Drafter, TreeSettings
-from infer.drafters.head import HeadDrafter, HeadStepper
+from infer.drafters.head import HeadDrafter
+from infer.drafters.reading import HeadStepper
 from infer.graphs.drafting import StaticDraft
 from infer.graphs.rounds import Outcome, StaticRound
 from infer.graphs.shapes import RoundShape, shape_for

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from heads.base import PathHead, RecurrentHead
+from heads.block import BlockHead
 from infer.cost import spread_rows
+from infer.drafters.block import BlockStepper
 from infer.drafters.head import PathStepper, RecurrentStepper
 from infer.drafters.model import ModelStepper
 from infer.drafters.stepper import Stepper
@@ -40,6 +42,8 @@ def draft_work(stepper: Stepper, rows: DraftRows) -> DraftWork | None:
         return _recurrent_work(stepper.head, rows)
     if isinstance(stepper, PathStepper):
         return _path_work(stepper.head, rows)
+    if isinstance(stepper, BlockStepper):
+        return _block_work(stepper.head, rows)
     if isinstance(stepper, ModelStepper):
         return _model_work(stepper, rows)
     return None
@@ -89,6 +93,28 @@ def _path_work(head: PathHead, rows: DraftRows) -> DraftWork:
     roots = roots[:1].expand(rows.step, -1)
     with WorkCounter() as counter:
         head.logits(head.draft(roots, _zeros(head, rows.step, depth + 1), depth), depth)
+    return DraftWork(begin=begin, step=counter.work)
+
+
+@torch.inference_mode()
+def _block_work(head: BlockHead, rows: DraftRows) -> DraftWork:
+    """A step is the correction by the token before, where there is one."""
+    attention = _Attention(rows)
+
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asking: str) -> torch.Tensor:
+        return attention(query, key, value)
+
+    num_rows = rows.begin + rows.batch * head.num_places
+    places = torch.arange(rows.begin, num_rows, device=head.device)
+    with WorkCounter() as counter:
+        text = head.text_inputs(_taps(head, rows.begin), _zeros(head, rows.begin))
+        behind = head.place_inputs(_zeros(head, rows.batch), text.dtype).flatten(0, 1)
+        states = head(torch.cat([text, behind]), _zeros(head, num_rows), attend, places=places, wanted=None)
+        head.base_logits(states[: rows.batch * head.num_depths])
+    begin = counter.work + attention.work
+    with WorkCounter() as counter:
+        if head.config.markov_rank:
+            head.correction(_states(head, rows.step), _zeros(head, rows.step))
     return DraftWork(begin=begin, step=counter.work)
 
 

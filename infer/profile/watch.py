@@ -232,9 +232,9 @@ class _TimedStepper:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stepper, name)
 
-    def begin(self, requests: Sequence[Request]) -> DraftRound:
+    def begin(self, requests: Sequence[Request], depths: Sequence[int]) -> DraftRound:
         with self._watch.timing(BEGIN):
-            return _TimedDraftRound(self._stepper.begin(requests), self._watch)
+            return _TimedDraftRound(self._stepper.begin(requests, depths), self._watch)
 
 
 class _TimedDraftRound:

@@ -9,7 +9,8 @@ What the engines are: chains of drafts (vLLM, and SGLang as it is started here),
 sampling. They promise the target's law, not the tokens that headstart draws for a seed. Whatever has no equal there is
 refused by name rather than dropped.
 
-vLLM was run with these flags (its CPU build 0.32). SGLang's are from its documentation and have not been run.
+vLLM was run with these flags (its CPU build 0.32), but for heads that draft in one pass. Theirs, and SGLang's, are from
+the engines' documentation and have not been run.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from heads.base import TargetWeights
 from heads.checkpoint import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, HeadCard, present_folder, read_card, read_json
 from heads.foreign import FORMATS, write_foreign
 from heads.registry import FAMILIES
@@ -78,15 +80,32 @@ class Command:
         return {name: value for name, value in merged.items() if value is not None}
 
 
+@dataclass(frozen=True)
+class Served:
+    """A kind of head on another engine. form: the export that it reads. method: what it calls such heads. settings:
+    more that it must be told of them."""
+
+    form: str
+    method: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:
-    """Another engine. forms: which export it reads, by a head's family, and what it calls such heads there."""
+    """Another engine. heads: those that it can serve, by `kind_of_head`."""
 
     name: str
     package: str
     module: str
-    forms: Mapping[str, tuple[str, str]]
+    heads: Mapping[str, Served]
     note: str
+
+
+DSPARK = "DSpark"
+GATED_DSPARK = "DSpark with a gated correction"
+REDUCED_DFLASH = "DFlash with a reduced vocabulary"
+FROM_ANCHOR = "DFlash that samples from the anchor"
+"""Kinds of DFlash heads that engines tell apart, by what they are called in a refusal."""
 
 
 ENGINES: Mapping[str, EngineKind] = {
@@ -94,7 +113,15 @@ ENGINES: Mapping[str, EngineKind] = {
         name="vLLM",
         package="vllm",
         module="vllm.entrypoints.openai.api_server",
-        forms={"eagle3": ("vllm", "eagle3"), "eagle1": ("vllm-eagle1", "eagle"), "medusa": ("vllm-medusa", "medusa")},
+        heads={
+            "eagle3": Served("vllm", "eagle3"),
+            "peagle": Served("vllm-peagle", "eagle3", {"parallel_drafting": True}),
+            "dflash": Served("dflash", "dflash"),
+            REDUCED_DFLASH: Served("speculators-dflash", "dflash"),
+            DSPARK: Served("speculators-dspark", "dspark"),
+            "eagle1": Served("vllm-eagle1", "eagle"),
+            "medusa": Served("vllm-medusa", "medusa"),
+        },
         note="answers follow the target's law by vLLM's own rejection sampling: they are not headstart's for the same "
         "seed, and in bfloat16 greedy answers may differ from its own without drafts",
     ),
@@ -102,7 +129,11 @@ ENGINES: Mapping[str, EngineKind] = {
         name="SGLang",
         package="sglang",
         module="sglang.launch_server",
-        forms={"eagle3": ("vllm", "EAGLE3"), "eagle1": ("sglang-eagle1", "EAGLE")},
+        heads={
+            "eagle3": Served("vllm", "EAGLE3"),
+            "dflash": Served("dflash", "DFLASH"),
+            "eagle1": Served("sglang-eagle1", "EAGLE"),
+        },
         note="answers are verified by SGLang's own rule: they are not headstart's for the same seed, and in bfloat16 "
         "greedy answers may differ from its own without drafts",
     ),
@@ -192,10 +223,10 @@ def serve(args: argparse.Namespace, place: Place) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """The exported head. method: what the engine calls its kind. num_tokens: of a chain."""
+    """The exported head. num_tokens: of a chain."""
 
     folder: Path
-    method: str
+    served: Served
     num_tokens: int
 
 
@@ -230,7 +261,12 @@ def _vllm_words(
     if place.max_length is not None:
         words += ["--max-model-len", str(place.max_length)]
     if draft is not None:
-        config = {"method": draft.method, "model": str(draft.folder), "num_speculative_tokens": draft.num_tokens}
+        config = {
+            "method": draft.served.method,
+            "model": str(draft.folder),
+            "num_speculative_tokens": draft.num_tokens,
+            **draft.served.settings,
+        }
         words += ["--speculative-config", json.dumps(config)]
     if place.api_keys:
         variables["VLLM_API_KEY"] = place.api_keys[0]
@@ -246,8 +282,9 @@ def _sglang_words(
     if place.max_length is not None:
         words += ["--context-length", str(place.max_length)]
     if draft is not None:
-        words += ["--speculative-algorithm", draft.method, "--speculative-draft-model-path", str(draft.folder)]
-        words += ["--speculative-num-steps", str(draft.num_tokens), "--speculative-eagle-topk", "1"]
+        words += ["--speculative-algorithm", draft.served.method, "--speculative-draft-model-path", str(draft.folder)]
+        if draft.served.method != "DFLASH":  # a block has no steps
+            words += ["--speculative-num-steps", str(draft.num_tokens), "--speculative-eagle-topk", "1"]
         words += ["--speculative-num-draft-tokens", str(draft.num_tokens + 1)]
     if place.api_keys:
         words += ["--config", str(_key_file(place.api_keys[0], write=not args.dry_run))]
@@ -302,13 +339,32 @@ def _head_of(head: str | Path, kind: EngineKind) -> Path | None:
     return folder
 
 
-def form_of(card: HeadCard, kind: EngineKind) -> tuple[str, str]:
-    """The form in which the engine reads a head, and its name for such heads."""
-    if card.family not in kind.forms:
-        titles = ", ".join(FAMILIES[family].title for family in kind.forms)
-        title = FAMILIES[card.family].title if card.family in FAMILIES else card.family
-        raise ValueError(f"{kind.name} reads no {title} heads: it reads {titles}. Serve it with headstart's own engine")
-    return kind.forms[card.family]
+def served_by(kind: EngineKind, card: HeadCard, config: Mapping[str, Any]) -> Served:
+    """How the engine serves a head with this card and `config.json`."""
+    which = kind_of_head(card, config)
+    if which not in kind.heads:
+        titles = ", ".join(_title(one) for one in kind.heads)
+        raise ValueError(
+            f"{kind.name} reads no {_title(which)} heads: it reads {titles}. Serve it with headstart's own engine"
+        )
+    return kind.heads[which]
+
+
+def kind_of_head(card: HeadCard, config: Mapping[str, Any]) -> str:
+    """A head's family, or what engines tell apart in it."""
+    if card.family != "dflash":
+        return card.family
+    if config.get("markov_rank"):
+        return GATED_DSPARK if config.get("markov_gate") else DSPARK
+    if config.get("sample_from_anchor"):
+        return FROM_ANCHOR
+    return REDUCED_DFLASH if config.get("draft_vocab_size") != config.get("vocab_size") else "dflash"
+
+
+def _title(which: str) -> str:
+    if which == "dflash":
+        return "DFlash"
+    return FAMILIES[which].title if which in FAMILIES else which
 
 
 def find_python(given: str | None, kind: EngineKind, *, strict: bool) -> str:
@@ -348,7 +404,8 @@ def _export(
 ) -> tuple[str | Path, Draft]:
     """The target to be served, and the head in the engine's form beside it; made unless they are there."""
     card = read_card(head)
-    form, method = form_of(card, kind)
+    served = served_by(kind, card, read_json(head / CONFIG_FILE))
+    form = served.form
     root = args.export_folder or cache_folder() / "headstart" / "exports"
     name = f"{head.resolve().name}-{fingerprint_of(head)}"
     folder = root.absolute() / f"{name}-{form}"
@@ -362,8 +419,16 @@ def _export(
         target = merged
     if not dry_run and not folder.is_dir():
         common.note(f"exporting {head} as {form} ({FORMATS[form].title}) to {folder}")
-        write_foreign(folder, head, form)
-    return target, Draft(folder=folder, method=method, num_tokens=chain_length(args, head, card))
+        weights = _weights_of(target) if FORMATS[form].written_copies else None
+        write_foreign(folder, head, form, weights=weights)
+    return target, Draft(folder=folder, served=served, num_tokens=chain_length(args, head, card))
+
+
+def _weights_of(target: str | Path) -> TargetWeights:
+    from infer.target import TargetModel
+
+    common.quiet_loading()
+    return TargetModel.load(target, dtype="float32", device="cpu").weights
 
 
 def fingerprint_of(head: Path) -> str:
@@ -379,12 +444,17 @@ def chain_length(args: argparse.Namespace, head: Path, card: HeadCard) -> int:
     """How many tokens to draft: what the user says, else the head's own settings, less the positions that its card says
     are hardly ever accepted."""
     config = read_json(head / CONFIG_FILE)
-    most = min(LONGEST_CHAIN, int(config.get("num_heads") or config.get("medusa_num_heads") or LONGEST_CHAIN))
+    depths = config.get("num_heads") or config.get("medusa_num_heads") or config.get("num_depths")
+    most = min(LONGEST_CHAIN, int(depths or LONGEST_CHAIN))
+    if card.family == "dflash":  # its places see each other: a shorter block would be another than it was trained on
+        most = int(config["num_depths"])
     asked = args.chain or args.depth
     if asked is not None:
-        if asked > most and card.family == "medusa":
+        if asked > most and card.family in ("medusa", "peagle", "dflash"):
             raise ValueError(f"a chain of {asked} was asked for, but the head has {most} depths")
         return int(asked)
+    if card.family == "dflash":
+        return most
     figures = figures_of(card.acceptance)
     worthwhile = sum(share >= WORTHWHILE for share in figures[0].by_position) if figures else None
     settled = card.drafter.get("max_depth") or _tuned_depth(head)

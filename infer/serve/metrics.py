@@ -21,6 +21,8 @@ Definitions, where more than one would do:
 - time_to_first_token_seconds, request_queue_time_seconds and e2e_request_latency_seconds run from the submission on.
   The last is of answers that ended by themselves ("stop" and "length"): when a client goes away says nothing of the
   server.
+- learning_seconds: spent on training the head, while requests ran (`busy`) or none did (`idle`). busy over itself and
+  step_seconds_sum is the share of time that learning took from serving.
 
 Labels are bounded: routes are those of the application, and of the tags that clients give the first `MAX_TAGS` have a
 name of their own, the others are "other".
@@ -29,16 +31,19 @@ name of their own, the others are "other".
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from infer.serve.recent import Recent
 
 if TYPE_CHECKING:
     from infer.async_engine import EngineStatus, Step
+    from infer.learning import LearningStatus
     from infer.request import Request, RequestRound
 
 PREFIX = "headstart:"
@@ -80,6 +85,7 @@ class Metrics:
     """A listener of the engine (`infer.async_engine.Listener`), and what a scrape of it shows.
 
     status: the engine's state when it is asked. drift: of the head's acceptance; without one the gauge stays 0.
+    learning: what a head that goes on learning shows; without one nothing is said of it.
     clock: of the requests' times (perf_counter). `recent`: what it did of late, also for `/status`.
     """
 
@@ -88,6 +94,7 @@ class Metrics:
         *,
         status: Callable[[], EngineStatus] | None = None,
         drift: Drift | None = None,
+        learning: Callable[[], LearningStatus] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.registry = CollectorRegistry()
@@ -101,6 +108,8 @@ class Metrics:
         self._make_speculation_counters()
         self._make_request_metrics()
         self._make_gauges()
+        if learning is not None:
+            self.registry.register(_LearningMetrics(learning))
 
     # What the engine says, in its thread.
 
@@ -261,3 +270,36 @@ class Metrics:
         )
         self._drafting = self._gauge("drafting", "1 while there is a drafter that has not been given up after faults.")
         self._draining = self._gauge("draining", "1 while the server answers what it has and takes no more.")
+
+
+class _LearningMetrics(Collector):
+    """What a head that goes on learning shows when it is asked."""
+
+    def __init__(self, status: Callable[[], LearningStatus]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status()
+        counts = {
+            "learning_answers": ("Finished answers that learning took.", status.num_answers),
+            "learning_held_out_answers": ("Of them, those that are never trained on.", status.num_held_out),
+            "learning_steps": ("Optimiser steps on what was served.", status.num_steps),
+            "learning_swaps": ("Times that a better head took over.", status.num_swaps),
+            "learning_rollbacks": ("Times that the former head came back.", status.num_rollbacks),
+        }
+        for name, (text, count) in counts.items():
+            yield CounterMetricFamily(PREFIX + name, text, value=count)
+        seconds = CounterMetricFamily(PREFIX + "learning_seconds", "Time spent on learning.", labels=["when"])
+        seconds.add_metric(["busy"], status.busy_seconds)
+        seconds.add_metric(["idle"], status.idle_seconds)
+        yield seconds
+        length = GaugeMetricFamily(
+            PREFIX + "learning_held_out_length", "Accepted length on held-out answers, last compared.", labels=["head"]
+        )
+        length.add_metric(["served"], status.length_served)
+        length.add_metric(["learned"], status.length_learned)
+        yield length
+        yield GaugeMetricFamily(PREFIX + "learning_tokens", "Tokens whose states are held.", value=status.num_tokens)
+        yield GaugeMetricFamily(
+            PREFIX + "learning", "1 while the head learns, 0 once a fault has ended it.", value=status.is_on
+        )

@@ -26,6 +26,7 @@ from infer.serve.metrics import Metrics
 from infer.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
+    from infer.learning import Learner
     from infer.serve.acceptance import AcceptanceLog
 
 Notice = Callable[[str], None]
@@ -94,13 +95,14 @@ def serve(
     *,
     notice: Notice,
     acceptance: AcceptanceLog | None = None,
+    learner: Learner | None = None,
 ) -> int:
-    """Serve until a signal says to stop; returns the exit status."""
+    """Serve until a signal says to stop; returns the exit status. learner: trains the head meanwhile."""
     with contextlib.closing(listener):
         try:
             config = _config(process)
             with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-                runner.run(_serve(config, engine, settings, process, listener, notice, acceptance))
+                runner.run(_serve(config, engine, settings, process, listener, notice, acceptance, learner))
         finally:
             if acceptance is not None:
                 acceptance.close()
@@ -132,9 +134,11 @@ async def _serve(
     listener: socket.socket,
     notice: Notice,
     acceptance: AcceptanceLog | None,
+    learner: Learner | None,
 ) -> None:
-    serving = AsyncEngine(engine, max_waiting=process.max_waiting)
-    metrics = Metrics(status=serving.status, drift=acceptance)
+    serving = AsyncEngine(engine, max_waiting=process.max_waiting, learner=learner)
+    learning = None if learner is None else learner.status
+    metrics = Metrics(status=serving.status, drift=acceptance, learning=learning)
     config.app = create_app(serving, settings, metrics=metrics, acceptance=acceptance)
     config.load()
     config.http_protocol_class = bounded(config.http_protocol_class, settings.max_connections + _SPARE_CONNECTIONS)

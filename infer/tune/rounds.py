@@ -96,8 +96,8 @@ class _MeteredStepper:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stepper, name)
 
-    def begin(self, requests: Sequence[Request]) -> DraftRound:
-        return _MeteredRound(self._stepper.begin(requests), self._meter)
+    def begin(self, requests: Sequence[Request], depths: Sequence[int]) -> DraftRound:
+        return _MeteredRound(self._stepper.begin(requests, depths), self._meter)
 
 
 class _MeteredRound:

@@ -77,22 +77,53 @@ def decoder_layer(
         (attention_input @ tensors[f"{prefix}.self_attn.{one}_proj.weight"].T).view(length, -1, size) for one in "qkv"
     )
     assert (query.shape[1], key.shape[1]) == (count, groups)
-    turns, amplitude = frequencies(layer)
-    angles = torch.arange(length)[:, None] * turns
-
-    def turned(vectors: torch.Tensor) -> torch.Tensor:
-        """[T, heads, D]: the first half and the second are the real and imaginary parts of D/2 complex numbers."""
-        complex_ = torch.complex(vectors[..., : size // 2], vectors[..., size // 2 :])
-        complex_ = complex_ * torch.polar(torch.full_like(angles, amplitude), angles)[:, None]
-        return torch.cat([complex_.real, complex_.imag], dim=-1)
-
-    query, key = turned(query), turned(key)
+    query, key = turned(query, torch.arange(length), layer), turned(key, torch.arange(length), layer)
     mixed = []
     for one in range(count):
         group = one // (count // groups)
         scores = query[:, one] @ key[:, group].T / size**0.5
         scores = scores + torch.full_like(scores, -math.inf).triu(1)
         mixed.append(scores.softmax(-1) @ value[:, group])
+    return _with_mlp(residual, mixed, tensors, prefix, eps)
+
+
+def block_layer(
+    block: torch.Tensor, context: torch.Tensor, tensors: Tensors, prefix: str, layer: Config
+) -> torch.Tensor:
+    """DFlash's: a block [P, H] behind the context [T, H], of which keys and values are made as of the block's own
+    normed states; Qwen3's norms of each query and key; the block looks at everything, ahead of itself too."""
+    size, count = layer["head_dim"], layer["num_attention_heads"]
+    groups, eps = layer["num_key_value_heads"], layer["rms_norm_eps"]
+    normed = norm(block, tensors[f"{prefix}.input_layernorm.weight"], eps)
+    both = torch.cat([context, normed])
+    query, key, value = (
+        (read @ tensors[f"{prefix}.self_attn.{one}_proj.weight"].T).view(len(read), -1, size)
+        for one, read in (("q", normed), ("k", both), ("v", both))
+    )
+    positions = torch.arange(len(both))
+    query = turned(norm(query, tensors[f"{prefix}.self_attn.q_norm.weight"], eps), positions[len(context) :], layer)
+    key = turned(norm(key, tensors[f"{prefix}.self_attn.k_norm.weight"], eps), positions, layer)
+    mixed = []
+    for one in range(count):
+        group = one // (count // groups)
+        scores = query[:, one] @ key[:, group].T / size**0.5
+        mixed.append(scores.softmax(-1) @ value[:, group])
+    return _with_mlp(block, mixed, tensors, prefix, eps)
+
+
+def turned(vectors: torch.Tensor, positions: torch.Tensor, layer: Config) -> torch.Tensor:
+    """[T, heads, D]: the first half and the second are the real and imaginary parts of D/2 complex numbers."""
+    size = layer["head_dim"]
+    turns, amplitude = frequencies(layer)
+    angles = positions[:, None] * turns
+    complex_ = torch.complex(vectors[..., : size // 2], vectors[..., size // 2 :])
+    complex_ = complex_ * torch.polar(torch.full_like(angles, amplitude), angles)[:, None]
+    return torch.cat([complex_.real, complex_.imag], dim=-1)
+
+
+def _with_mlp(
+    residual: torch.Tensor, mixed: list[torch.Tensor], tensors: Tensors, prefix: str, eps: float
+) -> torch.Tensor:
     states = residual + torch.cat(mixed, dim=-1) @ tensors[f"{prefix}.self_attn.o_proj.weight"].T
     normed = norm(states, tensors[f"{prefix}.post_attention_layernorm.weight"], eps)
     gate, up, down = (tensors[f"{prefix}.mlp.{one}_proj.weight"] for one in ("gate", "up", "down"))

@@ -579,7 +579,7 @@ FORM_FAULTS: list[tuple[str, Callable[[Config], Any], str]] = [
     ("safeailab", lambda c: c.update(truncated_vocab_size=39), "truncated_vocab_size is 39, but draft_vocab_size 40"),
     ("speculators", lambda c: c.update(embed_requires_grad=True), "embed_requires_grad"),
     ("speculators", lambda c: c.update(target_hidden_size=64), "target_hidden_size"),
-    ("speculators", lambda c: c.update(speculators_model_type="peagle"), 'speculators_model_type = "peagle"'),
+    ("speculators", lambda c: c.update(speculators_model_type="eagle"), 'speculators_model_type = "eagle"'),
     ("speculators", lambda c: c.update(architectures=["DFlash"]), "DFlash"),
     ("speculators", lambda c: c.update(novelty=1), "novelty"),
     ("speculators", lambda c: c["speculators_config"].update(algorithm="eagle"), "algorithm"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ from infer.chat import render_prompt, tokenizer_hash
 from infer.cli.doctor import _by_turns
 from infer.doctor import Report, Verdict, examine
 from infer.doctor.texts import Evidence, gather_evidence, write_texts
+from infer.drafters.block import BlockRound
 from infer.drafters.head import PathStepper, RecurrentStepper
+from infer.drafters.stepper import Frontier
 from infer.prompts import EvaluationPrompt
 from infer.target import TargetModel
 from tests.conftest import make_tiny_model
@@ -43,6 +45,8 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "eagle1": {},
     "medusa": {"num_heads": 3},
     "hydra": {"num_heads": 3, "prefix_layer": True},
+    "peagle": {"taps": (1, 2, 4), "markov_rank": 8},
+    "dflash": {"taps": (1, 2, 4), "markov_rank": 8},
     "early_exit": {"exit_layer": 3},
 }
 
@@ -93,7 +97,7 @@ def make_head(
         torch.manual_seed(0)
         head = kind.head(config, vocabulary).bind(target.weights)
     for parameter in head.parameters():  # from the target's LM head, and random but for that
-        if len(parameter) == DRAFT_VOCAB_SIZE and parameter.ndim == 2:
+        if parameter.shape == (DRAFT_VOCAB_SIZE, target.hidden_size):
             parameter.data = target.lm_head_weight[head.target_ids].clone()
     fit(head, evidence, num_steps)
     folder = root / family
@@ -175,7 +179,8 @@ def test_every_family_passes_and_its_damage_is_named(
 ) -> None:
     """The doctor knows heads by their base classes alone. A map of a family's own form is found out when it is one id
     off; where the LM head is the target's, any map fits, and a matrix is negated instead."""
-    made = make_head(family, target, evidence, tmp_path, num_steps=80)
+    # A block that reads the target's states as keys alone takes longer to learn anything.
+    made = make_head(family, target, evidence, tmp_path, num_steps=300 if family == "dflash" else 80)
     report = look(made.folder, target, quick=False)
     assert failing(report) == {}
     assert report["agreement"].figures["agreement"][0] > 0.3
@@ -184,6 +189,7 @@ def test_every_family_passes_and_its_damage_is_named(
 
     change, named = {
         "eagle1": (negate("layers.0.mlp.down_proj.weight"), "layers.0.mlp.down_proj.weight negated"),
+        "dflash": (negate("fc.weight"), "fc.weight negated"),
         "early_exit": (negate("adapter.down_proj.weight"), "adapter.down_proj.weight negated"),
     }.get(family, (shift_map, "the map's ids lowered by one"))
     report = look(damaged(made, tmp_path, tensors=change), target, quick=False)
@@ -513,6 +519,22 @@ def test_a_path_head_drafted_at_the_wrong_depth_is_found(
         PathStepper, "draft_logits", lambda self, roots, path, depth: draft_logits(self, roots, path, max(0, depth - 1))
     )
     assert "part at depth 2: drafted state differs" in failing(look(made.folder, target))["train/decode parity"]
+
+
+def test_a_correction_by_another_token_is_found(
+    target: TargetModel, evidence: Evidence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that drafts in one pass, corrected by the root's token at every depth."""
+    made = make_head("peagle", target, evidence, tmp_path)
+    asked = BlockRound._asked
+
+    def corrected_by_roots(self: BlockRound, frontiers: Sequence[Frontier], depth: int) -> Any:
+        rows, _ = asked(self, frontiers, depth)
+        return rows, [self._root_tokens[frontier.index] for frontier in frontiers for _ in frontier.nodes]
+
+    monkeypatch.setattr(BlockRound, "_asked", corrected_by_roots)
+    finding = failing(look(made.folder, target))["train/decode parity"]
+    assert "part at depth 2: what the LM head reads differs" in finding
 
 
 def test_rounds_that_draft_other_tokens_than_the_logits_say_are_found(

@@ -17,7 +17,15 @@ from heads.checkpoint import HeadCard, load_head, save_head
 from heads.registry import FAMILIES, family_of_head
 from infer.cost import CostModel
 from infer.divergence import FirstDifference
-from infer.drafters import HybridDrafter, NgramDrafter, RecordingDrafter, TreeGrower, TreeSettings, load_drafter
+from infer.drafters import (
+    HybridDrafter,
+    NgramDrafter,
+    RecordingDrafter,
+    TreeGrower,
+    TreeSettings,
+    load_drafter,
+    reading,
+)
 from infer.drafters.spec import head_drafter
 from infer.drafters.stepper import Frontier
 from infer.engine import Engine
@@ -162,8 +170,8 @@ def recorded(drafter: TreeGrower, monkeypatch: pytest.MonkeyPatch) -> list[Draft
     seen: list[Drafted] = []
     begin = drafter.stepper.begin
 
-    def record(requests: Sequence[Request]) -> Any:
-        draft_round = begin(requests)
+    def record(requests: Sequence[Request], depths: Sequence[int]) -> Any:
+        draft_round = begin(requests, depths)
         logits = draft_round.logits
         rounds = [
             Drafted(
@@ -263,6 +271,19 @@ def test_drafts_are_as_deep_as_asked_and_as_the_head_can(target: TargetModel, va
         engine = Engine(target, drafter, tree=TreeSettings.chain(depth))
         engine.generate(PROMPTS, params_of(0.0, 0.8))
         assert max(depths) == min(depth, bound or depth)
+
+
+@every_head
+def test_a_long_prompt_at_once(target: TargetModel, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More states than may wait come with one forward: all but the last are read, behind which the draft begins.
+    (Once all were, and the first draft after such a prompt failed.)"""
+    params = params_of(0.0)
+    results = []
+    for most_pending in (512, 4):
+        monkeypatch.setattr(reading, "_MOST_PENDING", most_pending)
+        answers = Engine(target, head_drafter(tiny_head(variant, target), target), tree=TREE).generate(PROMPTS, params)
+        results.append([(answer.token_ids, answer.accepted_lengths) for answer in answers])
+    assert results[0] == results[1]
 
 
 @every_size

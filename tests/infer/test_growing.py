@@ -59,7 +59,7 @@ class DepthsStepper:
     def observe(self, request: Request, states: torch.Tensor | None) -> None:
         pass
 
-    def begin(self, requests: Sequence[Request]) -> DepthsRound:
+    def begin(self, requests: Sequence[Request], depths: Sequence[int]) -> DepthsRound:
         self.num_asked.append(0)
         return DepthsRound(self, self.table[[request.tokens_from(0)[-1] for request in requests]])
 
@@ -97,7 +97,7 @@ class ModelStepper:
     def observe(self, request: Request, states: torch.Tensor | None) -> None:
         pass
 
-    def begin(self, requests: Sequence[Request]) -> ModelRound:
+    def begin(self, requests: Sequence[Request], depths: Sequence[int]) -> ModelRound:
         groups = []
         for request in requests:
             num_read = request.draft_state.get(self.name, 0)
@@ -278,8 +278,8 @@ def test_every_node_is_told_its_parent_and_its_parents_row(target):
     stepper = depths_stepper(target)
     rounds: list[PathsRound] = []
 
-    def begin(requests: Sequence[Request]) -> PathsRound:
-        rounds.append(PathsRound(stepper, DepthsStepper.begin(stepper, requests)._logits))
+    def begin(requests: Sequence[Request], depths: Sequence[int]) -> PathsRound:
+        rounds.append(PathsRound(stepper, DepthsStepper.begin(stepper, requests, depths)._logits))
         return rounds[-1]
 
     stepper.begin = begin

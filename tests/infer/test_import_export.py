@@ -27,9 +27,14 @@ HEADS: dict[str, tuple[str, int | None]] = {
     "medusa": ("medusa", None),
     "hydra": ("hydra", None),
     "hydra-prefix": ("hydra with a prefix layer", None),
+    "peagle": ("peagle by itself", 64),
+    "dflash": ("dflash of two layers", None),
+    "speculators-dflash": ("dflash of two layers", 64),
+    "speculators-dspark": ("dspark", 64),
+    "deepspec": ("dspark", None),
 }
-"""Heads (of `tests.head_families`) by the family of a form, or by the form's name, and their draft vocabulary: forms of
-EAGLE and Hydra know only the full one."""
+"""Heads (of `tests.head_families`) by a form's name, or else its family, and their draft vocabulary: some forms know
+only the full one."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,11 @@ class Folders:
         return self.heads["eagle3"]
 
     def head_for(self, form: str) -> Path:
-        return self.heads.get(form, self.heads[FORMATS[form].family])
+        return self.heads[form if form in self.heads else FORMATS[form].family]
+
+    def target_for(self, form: str) -> list[str | Path]:
+        """What an export is told of the target, where the form holds copies of its weights."""
+        return ["--target", self.target, "--device", "cpu"] if FORMATS[form].written_copies else []
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +98,7 @@ def test_a_head_comes_back_and_drafts_what_it_drafted(
 ) -> None:
     """The same files, a card of its own, and the same accepted lengths in every round of `generate`."""
     own, abroad, again = folders.head_for(name), tmp_path / "abroad", tmp_path / "again"
-    assert run("export", own, "--to", name, "--out", abroad) == 0
+    assert run("export", own, "--to", name, "--out", abroad, *folders.target_for(name)) == 0
     assert sorted(path.name for path in abroad.iterdir()) == [CONFIG_FILE, FORMATS[name].weights_files[0]]
     assert str(own.parent) not in (abroad / CONFIG_FILE).read_text()
     assert run("import", abroad, "--target", folders.target, "--out", again, "--device", "cpu") == 0
@@ -119,10 +128,11 @@ def test_a_fault_in_any_tensor_writes_nothing(
 ) -> None:
     """One tensor left out, renamed, added, cut or not a number: the command names it, and no folder is left behind."""
     abroad, out = tmp_path / "abroad", tmp_path / "out"
-    assert run("export", folders.head_for(name), "--to", name, "--out", abroad) == 0
+    assert run("export", folders.head_for(name), "--to", name, "--out", abroad, *folders.target_for(name)) == 0
     path = abroad / FORMATS[name].weights_files[0]
     whole = load_file(path)
-    victim = sorted(key for key, tensor in whole.items() if tensor.ndim == 2)[0]
+    left_out = {*FORMATS[name].copies, *FORMATS[name].own_or_copies}  # may be, for they can be the target's
+    victim = min(key for key, tensor in whole.items() if tensor.ndim == 2 and key not in left_out)
     rest = {key: tensor for key, tensor in whole.items() if key != victim}
     broken = whole[victim].clone()
     broken[0, 0] = float("nan")
@@ -152,6 +162,21 @@ def test_speculators_may_carry_the_target_s_embedding(folders: Folders, tmp_path
     assert load_file(abroad / WEIGHTS_FILE)["embed_tokens.weight"].dtype == torch.bfloat16
     assert run("import", abroad, "--out", tmp_path / "again", *options) == 0
     assert (tmp_path / "again" / WEIGHTS_FILE).read_bytes() == (folders.head / WEIGHTS_FILE).read_bytes()
+
+
+def test_a_correction_is_written_as_a_table(
+    folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The form has no other, and it is said."""
+    target = TargetModel.load(folders.target, dtype="float32")
+    head = tiny_head("dflash", target)
+    own = save_head(tmp_path / "own", head, HeadCard(target=target.reference, family="dflash"))
+    abroad = tmp_path / "abroad"
+    options = ["--to", "speculators-dspark", "--target", folders.target, "--device", "cpu"]
+    assert run("export", own, *options, "--out", abroad) == 0
+    assert "written as a table of all tokens" in capsys.readouterr().err
+    table = load_file(abroad / WEIGHTS_FILE)["markov_head.markov_w1.weight"]
+    assert table.shape == (target.vocab_size, head.config.markov_rank)
 
 
 def test_mistakes_are_one_line_and_leave_nothing(

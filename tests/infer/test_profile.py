@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from heads.block import BlockHead
 from infer.cli.profile import summary, tables
 from infer.cost import CostModel, cost_path, spread_rows
 from infer.drafters import HybridDrafter, NgramDrafter, TreeSettings
@@ -238,7 +239,13 @@ def test_work_of_every_head(target: TargetModel, variant: str) -> None:
     head = drafter.stepper.head
     lm_head_bytes = target.lm_head_weight.nbytes
     most = sum(each.nbytes for each in head.parameters()) + lm_head_bytes + target.num_weight_bytes
-    for one, num_rows in ((work.begin, rows.batch), (work.step, rows.step)):
+    bounded = [(work.begin, rows.batch), (work.step, rows.step)]
+    if isinstance(head, BlockHead):  # all depths are made at once, and a step adds what the token before says
+        bounded = [(work.begin, rows.batch * head.num_depths)]
+        rank = head.config.markov_rank
+        assert work.step.num_operations >= 2 * rows.step * rank * len(drafter.stepper.target_ids)
+        assert (work.step.num_bytes > 0) == (rank > 0)
+    for one, num_rows in bounded:
         assert 0 < one.num_bytes <= most
         assert one.num_operations >= 2 * num_rows * target.hidden_size * len(drafter.stepper.target_ids)
 

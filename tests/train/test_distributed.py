@@ -98,6 +98,17 @@ def test_two_processes_train_what_one_does(
     assert (tmp_path / "tiny" / "best").is_dir()
 
 
+@pytest.mark.parametrize(("family", "stage"), [("peagle", None), ("dflash", 3)])
+def test_heads_that_draft_in_one_pass(
+    processes: Processes, chats: Path, target: TargetModel, tmp_path: Path, family: str, stage: int | None
+) -> None:
+    """Places and random roots, too, are those of one process, however weights are shared out."""
+    changes = {"head__type": family, "train__root_share": 0.5, "train__steps": 4}
+    train(recipe(chats, **changes), runs_folder=tmp_path / "one", target=target, notice=lambda text: None)
+    processes.run(train_here, recipe(chats, stage=stage, **changes), str(tmp_path / "two"))
+    assert_alike(tmp_path / "one", tmp_path / "two")
+
+
 @pytest.mark.parametrize("stage", [None, 3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))])
 def test_a_run_goes_on_in_other_hands(
     processes: Processes, chats: Path, alone: Path, target: TargetModel, tmp_path: Path, stage: int | None

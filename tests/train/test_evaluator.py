@@ -7,23 +7,27 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from configs.schema import RunConfig
+from configs.schema import CHAIN_RULES, DraftShape, EvalConfig, RuleName, RunConfig
 from heads.base import DraftHead
 from infer.chat import Rendered
+from infer.cost import CostModel
+from infer.drafters.growing import TreeGrower
+from infer.drafters.spec import head_drafter
 from infer.engine import Engine
 from infer.evaluate import Acceptance, AcceptanceReport, EvalPrompt, Trace
 from infer.sampling import SamplingParams
 from infer.target import TargetModel
+from infer.verify import RULES
 from tests.train.measuring import decode_acceptance
 from tests.train.training_fixtures import tiny_recipe, write_chats
 from train.batch import pack_batch
 from train.corpus.dataset import TrainingData, load_data
-from train.evaluation import CHAIN_DEPTH, simulate
+from train.evaluation import CHAIN_DEPTH, decoding_copy, drafted_shape, simulate
 from train.evaluator import Evaluator, states_of
 from train.reports.evaluation import Evaluation, Parity
 from train.setup import make_head
@@ -227,6 +231,76 @@ def test_a_difference_between_training_and_serving_is_named() -> None:
     assert "draft position 1" in broken.warning()
     later = Parity.of(Acceptance.of([2, 2, 2, 2]), Acceptance.of([2, 4, 4, 2]))
     assert later.first_depth == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "rule"),
+    [(shape, rule) for shape in get_args(DraftShape) for rule in get_args(RuleName)],
+)
+def test_acceptance_is_measured_under_the_verification_asked_for(
+    config: RunConfig, target: TargetModel, data: TrainingData, head: DraftHead, shape: DraftShape, rule: RuleName
+) -> None:
+    """Every lossless rule, on every shape that it verifies: what chooses is an engine's figure with that rule and that
+    shape, and the record says which. On chains, greedy rounds are the same under all rules; on trees they are no
+    shorter, and what the training graph says is still compared with chains."""
+    if shape == "tree" and RULES[rule].needs_chain:
+        with pytest.raises(ValueError, match="verifies chains"):
+            replace(config.eval, shape=shape, rule=rule)
+        return
+    settings = replace(config.eval, shape=shape, rule=rule, prompts=3, max_tokens=12, temperatures=(1.0, 0.0))
+    evaluator = Evaluator(replace(config, eval=settings), target, data, teacher_of(target, head), dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.evaluator.decode_speed", lambda *_: {})
+        found = evaluator.evaluate(head, target, 0)
+    engine = Engine(
+        target,
+        head_drafter(decoding_copy(head, target), target),
+        rule=rule,
+        tree=drafted_shape(settings),
+        cost=CostModel.free(),
+    )
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=12) for seed in range(3)]
+    answers = engine.generate([prompt.token_ids for prompt in data.prompts[:3]], params)
+    lengths = [length for answer in answers for length in answer.accepted_lengths[1:]]
+    assert found.accepted_length == pytest.approx(sum(lengths) / len(lengths))
+    assert (found.shape, found.rule) == (shape, rule)
+    assert {"shape": shape, "rule": rule}.items() <= found.to_dict().items()
+    assert {"shape", "rule"} <= found.for_card().keys()
+    assert (f"({shape}, {rule} rule)" in found.describe()) == ((shape, rule) != ("chain", "match"))
+    assert set(found.calibration) == ({0.0, 1.0} if rule == "match" else {0.0})
+    chain = decode_acceptance(target, head, data.prompts, replace(settings, shape="chain", rule="match"))
+    greedy = found.report.by_temperature[0.0].accepted_length
+    if shape == "chain":
+        assert greedy == chain.by_temperature[0.0].accepted_length
+    assert greedy >= chain.by_temperature[0.0].accepted_length - 0.2
+    assert found.parity is not None
+    assert found.parity.holds
+    assert found.parity.decoded_length == chain.by_temperature[0.0].accepted_length
+
+
+def test_the_rules_that_can_be_asked_for_are_the_lossless_ones() -> None:
+    """Those that any trained head's drafts can be given to, since all heads draft through one grower."""
+    assert set(get_args(RuleName)) == {name for name, rule in RULES.items() if rule.lossless}
+    assert set(CHAIN_RULES) == {name for name, rule in RULES.items() if rule.lossless and rule.needs_chain}
+    assert all(set(TreeGrower.kinds) & set(RULES[name].kinds) for name in get_args(RuleName))
+
+
+def test_a_verification_that_would_show_nothing_is_refused(config: RunConfig) -> None:
+    """A rule where nothing is drawn, and anything but a greedy chain where nothing is decoded."""
+    with pytest.raises(ValueError, match=r"eval\.rule is 'block', but all of eval\.temperatures are 0"):
+        EvalConfig(rule="block")
+    stored = replace(config.target, features="features")
+    assert replace(config, target=stored).eval.is_plain
+    changed: list[dict[str, Any]] = [{"shape": "tree"}, {"rule": "block"}]
+    for changes in changed:
+        with pytest.raises(ValueError, match=r"eval\.shape is .* and eval\.rule .* target\.features"):
+            replace(config, target=stored, eval=replace(config.eval, **changes))
+
+
+def test_block_weights_belong_to_the_loss_of_the_text(config: RunConfig) -> None:
+    with pytest.raises(ValueError, match=r"train\.step_weighting is 'block'.* train\.loss is 'lk'"):
+        replace(config.train, step_weighting="block")
+    assert replace(config.train, step_weighting="block", loss="label").step_smoothing == 0.5
 
 
 def test_the_head_is_left_as_it_was(evaluator: Evaluator, head: DraftHead, target: TargetModel) -> None:

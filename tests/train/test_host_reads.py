@@ -78,8 +78,15 @@ def reads_of_a_step(
 @pytest.mark.parametrize("num_steps", [1, 4])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"head__type": "medusa", "head__taps": None}, {"train__step_weighting": "dpace"}, {"train__loss": "top10"}],
-    ids=["eagle3", "medusa", "dpace", "top10"],
+    [
+        {},
+        {"head__type": "medusa", "head__taps": None},
+        {"train__step_weighting": "dpace"},
+        {"train__step_weighting": "length"},
+        {"train__step_weighting": "block", "train__loss": "label"},
+        {"train__loss": "top10"},
+    ],
+    ids=["eagle3", "medusa", "dpace", "length", "block", "top10"],
 )
 def test_a_step_asks_for_its_norm_and_its_figures(
     tmp_path: Path,

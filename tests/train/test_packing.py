@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import get_args
 
 import pytest
 import torch
 
+from configs.schema import StepWeighting
 from heads.base import DraftHead
 from heads.unroll import Batch
 from infer.target import TargetModel
@@ -67,7 +69,12 @@ def generators(numbers: Sequence[int]) -> list[torch.Generator]:
 
 
 def loss_and_gradients(
-    variant: str, batch: Batch, numbers: Sequence[int], plan: Sequence[torch.Tensor] | None = None, *, paced: bool
+    variant: str,
+    batch: Batch,
+    numbers: Sequence[int],
+    plan: Sequence[torch.Tensor] | None = None,
+    *,
+    weighting: StepWeighting = "decay",
 ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """The weighted loss, and its gradients by the head's weights, the taps and the last states."""
     head = trained(variant)
@@ -83,7 +90,7 @@ def loss_and_gradients(
         Teacher(weight=weight),
         loss="lk",
         step_weights=[1.0, 0.8, 0.64],
-        paced=paced,
+        weighting=weighting,
         generators=drawn,
     )
     wanted = [*head.parameters(), batch.taps, batch.last]
@@ -99,16 +106,16 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @every_variant
-@pytest.mark.parametrize("paced", [False, True])
-def test_a_pack_is_the_sum_of_its_conversations(variant: str, paced: bool) -> None:
-    """Loss and gradients of a pack are those of its conversations alone, added up: rows that go on, noise and D-PACE's
-    weights included, which are drawn and computed for each conversation by itself.
+@pytest.mark.parametrize("weighting", get_args(StepWeighting))
+def test_a_pack_is_the_sum_of_its_conversations(variant: str, weighting: StepWeighting) -> None:
+    """Loss and gradients of a pack are those of its conversations alone, added up: rows that go on, noise and each
+    row's weights included, which are drawn and computed for each conversation by itself.
     """
     numbers = [0, 1, 2, 3, 4]
     parts = [conversation(number, variant=variant) for number in numbers]
-    loss, gradients, taps, _ = loss_and_gradients(variant, packed(parts), numbers, paced=paced)
+    loss, gradients, taps, _ = loss_and_gradients(variant, packed(parts), numbers, weighting=weighting)
     alone = [
-        loss_and_gradients(variant, part, [number], paced=paced)
+        loss_and_gradients(variant, part, [number], weighting=weighting)
         for number, part in zip(numbers, parts, strict=True)
         if number != 1  # which has no label
     ]
@@ -131,14 +138,14 @@ def test_a_conversation_does_not_see_its_neighbours(variant: str, place: int) ->
     order.insert(place, 0)
     before = sum(LENGTHS[number] for number in order[:place])
     plan = [rows + before for rows in plan_rows(own.loss_mask, own.lengths, STEPS)]
-    alone = loss_and_gradients(variant, own, [0], [rows - before for rows in plan], paced=False)
+    alone = loss_and_gradients(variant, own, [0], [rows - before for rows in plan])
     for seed, loudness in ((0, 1.0), (1, 1.0), (2, 1e3)):
         parts = [own if number == 0 else conversation(number, variant=variant, seed=seed) for number in order]
         parts = [
             part if part is own else replace(part, taps=loudness * part.taps, last=loudness * part.last)
             for part in parts
         ]
-        loss, gradients, taps, last = loss_and_gradients(variant, packed(parts), order, plan, paced=False)
+        loss, gradients, taps, last = loss_and_gradients(variant, packed(parts), order, plan)
         assert_close(loss, alone[0])
         for gradient, expected in zip(gradients, alone[1], strict=True):
             assert_close(gradient, expected)

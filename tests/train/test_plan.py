@@ -226,6 +226,38 @@ def test_of_what_passes_the_largest_counts(target: TargetModel, data: Path) -> N
     assert two.host_bytes == 2 * two.device_bytes
 
 
+@pytest.mark.parametrize(
+    ("head_type", "head", "train_settings", "rows"),
+    [
+        ("peagle", {}, {"ttt_keep": 0.5}, 1 + 0.5 + 0.25 + 0.125),  # a place behind a root for each depth but the first
+        ("peagle", {"num_depths": 1}, {}, 1),
+        ("dflash", {}, {"root_share": 0.25}, 1 + 0.25 * 5),  # all of a root's five places
+        ("dflash", {"sample_from_anchor": True, "num_depths": 2}, {"ttt_keep": 0.5}, 1 + 2),
+        ("medusa", {}, {}, 4),
+    ],
+)
+def test_places_are_counted_among_the_rows_of_a_pass(
+    data: Path, target: TargetModel, head_type: str, head: dict[str, Any], train_settings: dict[str, Any], rows: float
+) -> None:
+    """By hand; and a further layer takes as much again of its numbers and of its attention."""
+    changes = {f"head__{name}": value for name, value in head.items()}
+    changes |= {f"train__{name}": value for name, value in train_settings.items()}
+    config = tiny_recipe(data, head__type=head_type, head__taps=None, **changes)
+
+    def size(**more: Any) -> HeadSize:
+        return HeadSize.of(config.head, target.config, target.vocab_size, {**head, **more})
+
+    shares = {"root_share": config.train.root_share, "keep_share": config.train.ttt_keep}
+    assert 1 + size().further_rows(size().num_depths or 1, **shares) == pytest.approx(rows)
+    if head_type == "medusa":
+        return
+    one, two, three = (size(num_layers=count) for count in (1, 2, 3))
+    assert three.width_per_token - two.width_per_token == two.width_per_token - one.width_per_token > 0
+    assert one.attention_heads * 3 == three.attention_heads
+    plan = plan_of(config, target=target)
+    assert plan.problems == []
+
+
 # What cannot be
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -175,3 +177,15 @@ def test_without_a_launcher_there_is_one_process(monkeypatch: pytest.MonkeyPatch
     assert world.is_main
     assert world.sum([1.5, 2]) == [1.5, 2.0]
     assert world.broadcast({"a": 1}) == {"a": 1}
+
+
+def test_roots_belong_to_the_visit(rows: list[tuple[int, Rendered]], settings: TrainSettings) -> None:
+    """`train.root_share`: every process draws the same roots for a visit, fewer than all, and others next time."""
+    share = replace(settings, root_share=0.5)
+    one, other = (plan_step(rows, num_steps=NUM_STEPS, settings=share) for _ in range(2))
+    every = plan_step(rows, num_steps=NUM_STEPS, settings=settings)
+    later = plan_step([(number + 1000, row) for number, row in rows], num_steps=NUM_STEPS, settings=share)
+    roots = [[visit.plan[0].tolist() for visit in plan.visits] for plan in (one, other, later, every)]
+    assert roots[0] == roots[1] != roots[2]
+    assert all(set(some) <= set(all_of_them) for some, all_of_them in zip(roots[0], roots[3], strict=True))
+    assert 0 < one.num_labels[0] < every.num_labels[0]

@@ -193,6 +193,25 @@ def test_random_subset_is_nested_and_seeded() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plan, draw(), strict=True))
 
 
+def test_a_part_of_the_roots_leaves_further_steps_nested() -> None:
+    """Of the rows that could begin a draft about `root_share` do, and all of these go on unless `keep_share` says
+    otherwise. 198 rows at 0.3: 59, give or take five standard deviations (33)."""
+    mask = torch.ones(200, dtype=torch.bool)
+
+    def draw(keep_share: float) -> list[torch.Tensor]:
+        shares = {"root_share": 0.3, "keep_share": keep_share}
+        return plan_rows(mask, [200], 4, generators=[torch.Generator().manual_seed(9)], **shares)
+
+    plan = draw(1.0)
+    assert abs(len(plan[0]) - 59) < 33
+    for step, rows in enumerate(plan):
+        assert torch.equal(rows, plan[0][plan[0] < 198 - step])
+    thinned = draw(0.5)
+    assert torch.equal(thinned[0], plan[0])
+    for wider, narrower in itertools.pairwise(thinned):
+        assert set(narrower.tolist()) < set(wider.tolist())
+
+
 def test_what_is_random_in_a_sequence_does_not_depend_on_its_batch() -> None:
     """The rows that go on and the noise of a sequence are the same alone, and beside others in either order."""
     lengths = [40, 25]
@@ -270,7 +289,14 @@ def test_the_objective_is_the_plain_sum_over_rows(
     generators = [torch.Generator().manual_seed(seed) for seed in range(len(lengths))]
     plan = plan_rows(batch.loss_mask, batch.lengths, 3, keep_share=0.7, generators=generators)
     total, figures = unrolled_loss(
-        head, batch, plan, teacher, loss="lk", step_weights=weights, paced=paced, generators=generators
+        head,
+        batch,
+        plan,
+        teacher,
+        loss="lk",
+        step_weights=weights,
+        weighting="dpace" if paced else "decay",
+        generators=generators,
     )
     found = torch.autograd.grad(total, list(head.parameters()))
     reference = plain_objective(head, batch, plan, teacher, weights, paced)

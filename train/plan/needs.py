@@ -231,7 +231,12 @@ def _passing_items(
             name="a pass of the head",
             num_bytes=pass_bytes(config, target, head, work, precision, on_gpu=on_gpu),
             passing=True,
-            settings=("optim.batch_size", "data.max_length", "train.ttt_steps", "head.draft_vocab_size"),
+            settings=(
+                "optim.batch_size",
+                "data.max_length",
+                "train.root_share" if head.num_places else "train.ttt_steps",
+                "head.draft_vocab_size",
+            ),
         ),
         Item(
             name="an evaluation: caches of the prompts decoded",
@@ -263,7 +268,8 @@ def pass_bytes(
     rows = config.optim.batch_size * work.longest
     context = head.attention_heads * work.longest * (2 * precision.compute_bytes + FLOAT_BYTES)
     per_row = head.width_per_token * precision.compute_bytes + context
-    steps = rows * per_row * (1 + (num_steps - 1) * config.train.ttt_keep)
+    further = head.further_rows(num_steps, root_share=config.train.root_share, keep_share=config.train.ttt_keep)
+    steps = rows * per_row * (1 + further)
     lm_head_gradients = head.lm_head_parameters * FLOAT_BYTES
     chunk = min(rows * num_steps, chunk_rows(head.draft_vocab_size, on_gpu=on_gpu))
     logits = chunk * head.draft_vocab_size * (_GPU_FORMS_OF_LOGITS if on_gpu else _FORMS_OF_LOGITS) * FLOAT_BYTES

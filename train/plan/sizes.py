@@ -14,6 +14,7 @@ from torch import nn
 
 from configs.schema import HeadSettings, Quantization, RunConfig
 from heads.base import DraftHead, HeadConfig, TargetSizes
+from heads.block import BlockHead
 from heads.checkpoint import CONFIG_FILE, present_folder, read_card, read_json
 from heads.lora import adaptable_layers
 from heads.registry import FAMILIES, family_of_config
@@ -108,7 +109,9 @@ class HeadSize:
     """trained: parameters under the optimiser. stored_bytes: tensors of its checkpoint, the vocabulary's maps included.
 
     width_per_token: numbers that one unrolled step keeps of a row for the backward pass, context aside.
-    num_copies: whole sets of weights that training holds.
+    attention_heads: query heads of all layers. num_places: rows behind a root of a head that drafts in one
+    pass; all_places: whether they are computed even where no label is left. num_copies: whole sets of weights that
+    training holds.
     """
 
     family: str
@@ -121,6 +124,8 @@ class HeadSize:
     stored_bytes: int
     width_per_token: int
     attention_heads: int
+    num_places: int = 0
+    all_places: bool = False
     num_copies: int = 1
 
     @classmethod
@@ -147,15 +152,15 @@ class HeadSize:
             family=family,
             parameters=parameters,
             trained=trained,
-            lm_head_parameters=sum(
-                one.numel() for one in head.parameters() if one.ndim == 2 and one.shape[0] == config.draft_vocab_size
-            ),
+            lm_head_parameters=_lm_head_parameters(head, config),
             draft_vocab_size=config.draft_vocab_size,
             taps=tuple(config.taps),
             num_depths=head.num_depths,
             stored_bytes=sum(tensor.numel() * tensor.element_size() for tensor in head.state_dict().values()),
             width_per_token=_saved_width(head, config),
-            attention_heads=int(getattr(config, "num_attention_heads", 0)),
+            attention_heads=_num_query_heads(head),
+            num_places=head.num_places if isinstance(head, BlockHead) else 0,
+            all_places=isinstance(head, BlockHead) and head.sees_ahead,
             num_copies=num_copies,
         )
 
@@ -166,6 +171,14 @@ class HeadSize:
     @property
     def optimizer_bytes(self) -> int:
         return self.trained * FLOAT_BYTES * NUM_MOMENTS
+
+    def further_rows(self, num_steps: int, *, root_share: float, keep_share: float) -> float:
+        """Rows that a pass has beside those of the text, for each of these, at most."""
+        if not self.num_places:
+            return (num_steps - 1) * keep_share
+        if self.all_places:
+            return root_share * self.num_places
+        return root_share * sum(keep_share**place for place in range(1, self.num_places + 1))
 
 
 def target_config(config: RunConfig) -> Any:
@@ -211,8 +224,22 @@ def _saved_width(head: DraftHead, config: HeadConfig) -> int:
     linear = [
         one for one in head.modules() if isinstance(one, nn.Linear) and one.out_features != config.draft_vocab_size
     ]
-    per_depth = head.num_depths or 1
+    per_depth = 1 if isinstance(head, BlockHead) else head.num_depths or 1
     return 2 * sum(one.in_features + one.out_features for one in linear) // per_depth + 2 * config.hidden_size
+
+
+def _lm_head_parameters(head: DraftHead, config: HeadConfig) -> int:
+    """Of the matrices that the loss has gradients of: a correction by the token before makes one with the LM head, also
+    with the target's own."""
+    if isinstance(head, BlockHead) and head.config.markov_rank:
+        return config.draft_vocab_size * (config.hidden_size + head.config.markov_rank)
+    return sum(one.numel() for one in head.parameters() if one.ndim == 2 and one.shape[0] == config.draft_vocab_size)
+
+
+def _num_query_heads(head: DraftHead) -> int:
+    """Of all layers."""
+    num_layers = head.config.num_layers if isinstance(head, BlockHead) else 1
+    return num_layers * int(getattr(head.config, "num_attention_heads", 0))
 
 
 def _layers(model: nn.Module, num_layers: int) -> nn.ModuleList:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from configs.schema import DraftShape, RuleName
 from infer.calibration import Reliability
 from infer.evaluate import Acceptance, AcceptanceReport
 from train.reports.samples import Sample
@@ -64,8 +65,9 @@ class Parity:
 class Evaluation:
     """Held-out figures of one head (definitions: `infer.evaluate`, `train.evaluation`).
 
-    accepted_length: at the first temperature; what chooses the best head. simulated: from the training graph, no text
-    was decoded. standard_errors: of the accepted length by temperature, over prompts. seconds: by part.
+    accepted_length: at the first temperature; what chooses the best head. shape, rule: what was drafted at every step,
+    and how it was verified. simulated: from the training graph, no text was decoded. standard_errors: of the accepted
+    length by temperature, over prompts. seconds: by part.
     """
 
     accepted_length: float
@@ -73,6 +75,8 @@ class Evaluation:
     agreement: tuple[float, ...]
     overlap: tuple[float, ...]
     num_prompts: int
+    shape: DraftShape = "chain"
+    rule: RuleName = "match"
     simulated: bool = False
     table: AcceptanceTable | None = None
     standard_errors: Mapping[float, float] = field(default_factory=dict)
@@ -106,8 +110,9 @@ class Evaluation:
         """One line for the terminal."""
         depths = " ".join(f"{share:.3f}" for share in self.agreement)
         error = "" if self.standard_error is None else f" (± {self.standard_error:.2f})"
+        how = verification_of(self.shape, self.rule)
         return (
-            f"accepted length {self.accepted_length:.3f} on held-out "
+            f"accepted length {self.accepted_length:.3f}{f' ({how})' if how else ''} on held-out "
             f"{'text, simulated' if self.simulated else 'prompts'}{error}, agreement by depth {depths}"
             + (f", {self.speed['speedup']:.2f}x plain" if is_credible(self.speed) else "")
             + (f", target {self.drift['kl']:.4f} nats from the original" if "kl" in self.drift else "")
@@ -119,6 +124,8 @@ class Evaluation:
         names = (
             "accepted_length",
             "standard_error",
+            "shape",
+            "rule",
             "simulated",
             "acceptance",
             "agreement",
@@ -133,6 +140,8 @@ class Evaluation:
         values: dict[str, Any] = {
             "accepted_length": self.accepted_length,
             "standard_error": self.standard_error,
+            "shape": self.shape,
+            "rule": self.rule,
             "simulated": self.simulated or None,
             "num_prompts": self.num_prompts,
             "acceptance": self.report.to_dict(),
@@ -181,6 +190,16 @@ class Evaluation:
             values["simulated_length"] = self.parity.simulated_length
             values["decoded_length"] = self.parity.decoded_length
         return {f"eval/{name}": float(value) for name, value in values.items() if value is not None}
+
+
+def verification_of(shape: str, rule: str) -> str:
+    """In words, for a line; none for the default, a chain under the match walk."""
+    return "" if (shape, rule) == ("chain", "match") else f"{shape}, {rule} rule"
+
+
+def verification_in(record: Mapping[str, Any]) -> str:
+    """The same of a record of an evaluation (older ones do not say, and are of the default)."""
+    return verification_of(record.get("shape", "chain"), record.get("rule", "match"))
 
 
 def _plain(reliability: Reliability) -> dict[str, Any]:

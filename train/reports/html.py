@@ -14,6 +14,7 @@ from pathlib import Path
 
 from heads.checkpoint import staged_file
 from train.reports.charts import Series, amount, line_chart
+from train.reports.evaluation import verification_in
 from train.reports.page import card, folded, grid, page, section, table, tiles
 from train.reports.scaling import CONFIDENCE, Outlook, outlooks_across, outlooks_of_run
 from train.reports.sections import acceptance, data_and_plan, honesty, machine, progress, samples
@@ -59,7 +60,7 @@ def comparison_page(stories: Sequence[Story]) -> str:
                 story.name,
                 story.status,
                 "?" if labels is None else f"{labels:,.0f}",
-                "-" if best is None else _measured(best) + (" (simulated)" if best.get("simulated") else ""),
+                "-" if best is None else _measured(best) + _how(best),
                 "-" if best is None or not best.get("agreement") else f"{best['agreement'][0]:.3f}",
             )
         )
@@ -87,7 +88,7 @@ def _head(story: Story) -> str:
     best, position = story.best, story.position
     values = []
     if best is not None:
-        name = "accepted length (simulated)" if best.get("simulated") else "accepted length, tokens a round"
+        name = f"accepted length{_how(best) or ', tokens a round'}"
         values.append((_measured(best, digits=2), f"{name}, step {best['step']}"))
         speed = best.get("speed") or {}
         if is_credible(speed):
@@ -152,6 +153,12 @@ def _again(story: Story) -> str:
             + folded("The best head's card (headstart.json)", json.dumps(story.card, indent=2) if story.card else ""),
         ),
     )
+
+
+def _how(record: Record) -> str:
+    """Where it was not measured as usual."""
+    how = "simulated" if record.get("simulated") else verification_in(record)
+    return f" ({how})" if how else ""
 
 
 def _measured(record: Record, *, digits: int = 3) -> str:

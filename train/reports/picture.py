@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heads.checkpoint import staged_file
+from train.reports.evaluation import verification_in
 from train.reports.metrics import METRICS_FILE
 from train.reports.story import Record, Story
 
@@ -41,7 +42,8 @@ def plot_run(folder: Path) -> Path | None:
     _draw_positions(position, acceptance)
     _draw_parts(domain, acceptance.get("by_domain", {}), "domain")
     _draw_parts(context, acceptance.get("by_context", {}), "tokens before the round")
-    figure.suptitle(story.name + (" (simulated)" if story.best.get("simulated") else ""))
+    how = "simulated" if story.best.get("simulated") else verification_in(story.best)
+    figure.suptitle(story.name + (f" ({how})" if how else ""))
     path = folder / PICTURE_FILE
     with staged_file(path) as new:
         figure.savefig(new, dpi=120, format="png")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from train.reports.evaluation import verification_in
 from train.reports.scaling import outlooks_across, outlooks_of_run
 from train.reports.story import Record, Story
 
@@ -22,7 +23,9 @@ def describe_runs(folders: Sequence[Path]) -> str:
     for story in stories:
         best, amount = story.best, story.unique_label_tokens
         length = "nothing evaluated" if best is None else f"accepted length {_with_error(best)}"
+        how = verification_in(best or {})
         length += " (simulated, from the training graph)" if best is not None and best.get("simulated") else ""
+        length += f" ({how})" if how else ""
         length += "".join(f"; warning: {warning}" for warning in story.warnings)
         lines.append(f"{story.name}: {'?' if amount is None else f'{amount:,.0f}'} unique label tokens, {length}")
     try:
@@ -121,7 +124,8 @@ def _best_lines(story: Story, best: Record) -> Iterator[str]:
     how = (
         "on held-out text, simulated from the training graph"
         if best.get("simulated")
-        else "on held-out prompts, by the decode loop drafting a chain"
+        else f"on held-out prompts, by the decode loop drafting a {best.get('shape', 'chain')}"
+        + ("" if best.get("rule", "match") == "match" else f", verified by rule {best['rule']}")
     )
     yield f"best head: step {best['step']}, {how}"
     acceptance = best["acceptance"]

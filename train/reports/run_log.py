@@ -170,7 +170,7 @@ def last_evaluation(folder: Path) -> dict[str, Any]:
     found = [record for record in read_metrics(folder) if record["event"] == "evaluation"]
     if not found:
         return {}
-    names = ("step", "accepted_length", "standard_error", "agreement", "overlap", "simulated")
+    names = ("step", "accepted_length", "standard_error", "agreement", "overlap", "shape", "rule", "simulated")
     return {
         "last": {name: found[-1][name] for name in names if name in found[-1]},
         "warnings": found[-1].get("warnings", []),

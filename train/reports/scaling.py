@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from train.reports.evaluation import verification_in
 from train.reports.statistics import student_quantile
 from train.reports.story import Story
 
@@ -149,6 +150,11 @@ def outlooks_across(stories: Sequence[Story]) -> list[Outlook]:
             agreements.append((float(amount), float(best["agreement"][0])))
     if len({bool((story.best or {}).get("simulated")) for story in stories}) > 1:
         raise ValueError("some runs decoded text and others simulated that: their accepted lengths are no one curve")
+    if len({verification_in(story.best or {}) for story in stories}) > 1:
+        raise ValueError(
+            "the runs were measured under different verifications (eval.shape, eval.rule): their accepted lengths are "
+            "no one curve"
+        )
     LogLinearFit.of(*zip(*lengths, strict=True))  # says what is missing
     return _outlooks(lengths, agreements, unit="unique label tokens", caveat=ACROSS_RUNS)
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from heads.base import DraftHead, PathHead, RecurrentHead, TargetWeights
-from infer.cache import SlotCache
+from heads.base import DraftHead, PathHead, TargetWeights
 from infer.drafters.fused import fused_view
+from infer.drafters.reading import head_cache
 from infer.graphs.capture import SyncError
 from infer.graphs.drafting import StaticDraft
 from infer.graphs.rounds import StaticRound
@@ -38,17 +38,8 @@ def head_elsewhere(variant: str, target: TargetModel) -> DraftHead:
 def drafting_round(target: TargetModel, head: DraftHead) -> StaticRound:
     sizes: Any = head.config
     cache = None
-    if isinstance(head, RecurrentHead) or (isinstance(head, PathHead) and head.has_prefix_layer):
-        cache = SlotCache(
-            num_layers=1,
-            num_heads=sizes.num_key_value_heads,
-            key_size=sizes.head_dim,
-            value_size=sizes.head_dim,
-            num_slots=2,
-            num_columns=96,
-            dtype=head.dtype,
-            device=META,
-        )
+    if not isinstance(head, PathHead) or head.has_prefix_layer:
+        cache = head_cache(sizes, num_slots=2, num_columns=96, dtype=head.dtype, device=META)
     taps = head.config.taps
     pending = torch.zeros((2, 4, len(taps) * target.hidden_size), device=META)
     draft = StaticDraft(head, cache=cache, pending=pending)

@@ -24,8 +24,8 @@ from infer.drafters import (
     ScriptedDrafter,
     TreeGrower,
     TreeSettings,
+    reading,
 )
-from infer.drafters import head as head_drafters
 from infer.drafters.spec import head_drafter
 from infer.engine import Engine
 from infer.graphs import rounds as graph_rounds
@@ -48,7 +48,7 @@ TREE = TreeSettings(max_nodes=12, max_depth=4, branch=4, beam=4, adaptive=False)
 def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads as they are, too: what runs on CPU kernels is not seen by a tape."""
     monkeypatch.setattr(graph_rounds, "captured", taped)
-    monkeypatch.setattr(head_drafters, "decoding_view", lambda head: head)
+    monkeypatch.setattr(reading, "decoding_view", lambda head: head)
 
 
 @pytest.fixture(scope="module")

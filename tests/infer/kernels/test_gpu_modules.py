@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from heads.base import PathHead, RecurrentHead
+from heads.block import BlockHead
 from infer.cache import SlotCache
-from infer.drafters import TreeSettings, fused
-from infer.drafters.head import decoding_view
+from infer.drafters import TreeSettings, fused, reading
+from infer.drafters.reading import decoding_view
 from infer.drafters.spec import head_drafter
 from infer.engine import Engine
 from infer.graphs import rounds as graph_rounds
@@ -301,7 +302,7 @@ def test_heads_grow_the_same_trees(
     plain_attention(monkeypatch)
     target = TargetModel.wrap(tiny_model("llama", vocab_size=48), forward="eager")
     head = tiny_head(variant, target).eval().requires_grad_(False)
-    if not isinstance(head, RecurrentHead | PathHead):
+    if not isinstance(head, RecurrentHead | PathHead | BlockHead):
         pytest.skip("it does not draft on static shapes")
     view = decoding_view(head)
     assert view is not head
@@ -324,11 +325,9 @@ def test_heads_grow_the_same_trees(
 
 def head_cache(head: Any) -> SlotCache | None:
     """Of a head's own layer, if it has one. Columns that nobody wrote hold zeros."""
-    config = head.config
-    if not getattr(config, "num_key_value_heads", 0):
+    if not getattr(head.config, "num_key_value_heads", 0):
         return None
-    sizes = {"num_heads": config.num_key_value_heads, "key_size": config.head_dim, "value_size": config.head_dim}
-    return SlotCache(num_layers=1, num_slots=3, num_columns=32, dtype=head.dtype, device="cpu", **sizes)
+    return reading.head_cache(head.config, num_slots=3, num_columns=32, dtype=head.dtype, device=torch.device("cpu"))
 
 
 def draft_states(head: Any, seed: int = 0) -> Tensor:

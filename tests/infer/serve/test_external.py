@@ -10,18 +10,22 @@ import shlex
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
-from heads.checkpoint import CONFIG_FILE, HeadCard, read_card, read_json, update_card
+from heads.checkpoint import CONFIG_FILE, WEIGHTS_FILE, HeadCard, read_card, read_json, save_head, update_card
 from heads.foreign import FORMATS
 from heads.registry import FAMILIES
 from infer.cli import serve as serve_command
 from infer.serve import external
-from infer.serve.external import ENGINES, Command, Place, build_command, chain_length, form_of, serve
+from infer.serve.external import ENGINES, Command, Draft, Place, build_command, chain_length, serve, served_by
+from infer.target import TargetModel
+from tests.head_families import tiny_head
 from tests.infer.helpers import Folders, write_folders
 
 ACCEPTANCE = {
@@ -278,18 +282,88 @@ def test_heads_that_it_has_not(head: str, message: str, folders: Folders) -> Non
         serve(args, place())
 
 
-def test_families_without_an_export(folders: Folders) -> None:
+DFLASH = {"draft_vocab_size": 40, "vocab_size": 40}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_families_without_an_export(engine: str, family: str, folders: Folders) -> None:
     """Every family either has a form that the engine's entry names, of its own family, or is refused by its title."""
-    card = read_card(folders.head)
-    for kind in ENGINES.values():
-        for family in FAMILIES:
-            one = HeadCard(target=card.target, family=family)
-            if family in kind.forms:
-                form, _ = form_of(one, kind)
-                assert FORMATS[form].family == family
-            else:
-                with pytest.raises(ValueError, match=f"{kind.name} reads no .* heads"):
-                    form_of(one, kind)
+    kind, card = ENGINES[engine], HeadCard(target=read_card(folders.head).target, family=family)
+    if family in kind.heads:
+        assert FORMATS[served_by(kind, card, DFLASH).form].family == family
+    else:
+        with pytest.raises(ValueError, match=f"{kind.name} reads no {FAMILIES[family].title} heads"):
+            served_by(kind, card, DFLASH)
+
+
+@pytest.mark.parametrize(
+    ("changes", "vllm", "sglang"),
+    [
+        ({}, "dflash", "dflash"),
+        ({"draft_vocab_size": 20}, "speculators-dflash", None),
+        ({"markov_rank": 4}, "speculators-dspark", None),
+        ({"markov_rank": 4, "draft_vocab_size": 20}, "speculators-dspark", None),
+        ({"markov_rank": 4, "markov_gate": True}, None, None),
+        ({"sample_from_anchor": True}, None, None),
+    ],
+)
+def test_dflash_heads_that_engines_tell_apart(
+    changes: dict[str, Any], vllm: str | None, sglang: str | None, folders: Folders
+) -> None:
+    """By the correction, by the vocabulary and by where a block begins to guess."""
+    card = HeadCard(target=read_card(folders.head).target, family="dflash")
+    for engine, form in (("vllm", vllm), ("sglang", sglang)):
+        if form is not None:
+            assert served_by(ENGINES[engine], card, {**DFLASH, **changes}).form == form
+        else:
+            with pytest.raises(ValueError, match=r"reads no (DSpark|DFlash).* heads: it reads"):
+                served_by(ENGINES[engine], card, {**DFLASH, **changes})
+
+
+def test_heads_that_draft_in_one_pass(folders: Folders) -> None:
+    """vLLM is told of P-EAGLE's places beside EAGLE-3's name; SGLang's blocks have no steps."""
+    args = parsed(str(folders.head))
+
+    def words(engine: str, head: str) -> list[str]:
+        draft = Draft(folder=Path("out"), served=ENGINES[engine].heads[head], num_tokens=4)
+        return list(build_command(args, ENGINES[engine], place(), python="p", target="org/model", draft=draft).words)
+
+    config = json.loads(option(words("vllm", "peagle"), "--speculative-config"))
+    assert (config["method"], config["parallel_drafting"], config["num_speculative_tokens"]) == ("eagle3", True, 4)
+    assert "parallel_drafting" not in option(words("vllm", external.DSPARK), "--speculative-config")
+    block = words("sglang", "dflash")
+    assert (option(block, "--speculative-algorithm"), option(block, "--speculative-num-draft-tokens")) == (
+        "DFLASH",
+        "5",
+    )
+    assert "--speculative-num-steps" not in block
+
+
+def test_a_form_with_copies_of_the_target(
+    folders: Folders, stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DSpark's: the target is loaded for its export, and the block is drafted whole."""
+    target = TargetModel.load(folders.target, dtype="float32")
+    head = tiny_head("dflash", target, draft_vocab_size=20)
+    folder = save_head(tmp_path / "dspark", head, HeadCard(target=target.reference, family="dflash"))
+    words = ["--target", str(folders.target), "--engine", "vllm", "--engine-python", str(stand_in)]
+    command, _ = become(monkeypatch, parsed(str(folder), *words, "--export-folder", str(tmp_path / "out")), place())
+    config = json.loads(option(command, "--speculative-config"))
+    assert (config["method"], config["num_speculative_tokens"]) == ("dspark", head.config.num_depths)
+    exported = load_file(Path(config["model"]) / WEIGHTS_FILE)
+    assert exported["lm_head.weight"].shape == (20, target.hidden_size)
+
+
+@pytest.mark.parametrize(("family", "expected"), [("dflash", 9), ("peagle", 3)])
+def test_the_length_of_a_block(family: str, expected: int, folders: Folders) -> None:
+    """A DFlash block is drafted whole, whatever of it is accepted; a P-EAGLE draft ends where the head has no more."""
+    path = folders.head / CONFIG_FILE
+    path.write_text(json.dumps({**read_json(path), "num_depths": 9}))
+    card = replace(read_card(folders.head), family=family, acceptance=ACCEPTANCE)
+    assert chain_length(parsed(str(folders.head)), folders.head, card) == expected
+    with pytest.raises(ValueError, match="a chain of 12 was asked for, but the head has"):
+        chain_length(parsed(str(folders.head), "--chain", "12"), folders.head, card)
 
 
 def test_an_engine_that_is_not_there(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
