@@ -54,10 +54,22 @@ pytestmark = pytest.mark.usefixtures("every_notice")
 DEPTH = 4
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def _with_mark(variant: str) -> Any:
+    """Of the heads that draft in one pass each family's usual one is quick enough for every day."""
+    is_further = VARIANTS[variant][0] in ("peagle", "dflash") and variant not in FAMILIES
+    return pytest.param(variant, marks=[pytest.mark.slow] if is_further else [])
+
+
+every_variant = pytest.mark.parametrize("variant", [_with_mark(name) for name in VARIANTS])
 every_recipe = pytest.mark.parametrize(
     "variant",
-    [name for name, (family, given) in VARIANTS.items() if given.keys() <= FAMILIES[family].settings | {"taps"}],
+    [
+        _with_mark(name)
+        for name, (family, given) in VARIANTS.items()
+        if given.keys() <= FAMILIES[family].settings | {"taps"}
+    ],
 )
 """Of heads that a recipe can make; others come from elsewhere."""
 
