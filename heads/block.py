@@ -18,15 +18,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from heads.base import DraftHead, flag, required
+from heads.base import DraftHead, TargetSizes, flag, required
 from heads.block_unroll import Asking, BlockAttention, BlockLayout
-from heads.decoder import DecoderConfig
+from heads.decoder import DecoderConfig, decoder_of_target
+from heads.eagle3 import existing_taps
 from heads.transfer import sent
 from heads.unroll import Batch, UnrolledStep
 from heads.vocab import DraftVocabulary
@@ -73,6 +74,26 @@ class BlockConfig(DecoderConfig):
         if (self.markov_table or self.markov_gate) and not self.markov_rank:
             raise ValueError("markov_table and markov_gate shape the correction by the token before: give markov_rank")
 
+    @classmethod
+    def for_target(
+        cls,
+        target_config: Any,
+        *,
+        draft_vocab_size: int,
+        vocab_size: int,
+        taps: tuple[int, ...] | None = None,
+        **settings: Any,
+    ) -> Self:
+        """A head as wide as the target's layers."""
+        sizes = TargetSizes.of(target_config)
+        return cls(
+            vocab_size=vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            taps=existing_taps(taps, sizes.num_layers),
+            **{"mask_token_id": sizes.eos_token_id or 0, "markov_rank": DEFAULT_RANK, **settings},
+            **decoder_of_target(sizes),
+        )
+
 
 def block_to_native(config: BlockConfig) -> dict[str, Any]:
     """The keys of `config.json` that all block heads share, beside `decoder_to_native`'s."""
@@ -115,10 +136,11 @@ class Markov(nn.Module):
         nn.init.zeros_(self.output.weight)
 
     def forward(self, head: BlockHead, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """states [..., H] (normed), previous [...] -> [..., r]."""
+        """states [..., H], previous [...] -> [..., r]. A gate reads the states as the LM head does."""
         read = self.read(head, previous, states.dtype)
         if hasattr(self, "gate"):
-            read = torch.sigmoid(self.gate(torch.cat([states, read], dim=-1))) * read
+            normed, _ = head.base_outputs(states)
+            read = torch.sigmoid(self.gate(torch.cat([normed, read], dim=-1))) * read
         return read
 
     def read(self, head: BlockHead, previous: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -154,6 +176,12 @@ class BlockHead(DraftHead):
 
     def has_draft_rows(self, name: str) -> bool:
         return super().has_draft_rows(name) or name == "markov.output.weight"
+
+    def num_places_for(self, depth: int) -> int:
+        """Places that a draft of `depth` needs: all of them where they see each other in both directions."""
+        if not depth:
+            return 0
+        return self.num_places if self.sees_ahead else self.first_place + depth - 1
 
     @abstractmethod
     def text_inputs(self, taps: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
@@ -192,14 +220,14 @@ class BlockHead(DraftHead):
     def correction(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """What the tokens before [...] add to the draft logits [..., C] of `states` [..., H]."""
         assert self.config.markov_rank
-        read = self.markov(self, self.base_outputs(states)[0], previous)
+        read = self.markov(self, states, previous)
         return self.multiply(read, self.markov.output.weight.to(read.dtype))
 
     def joined(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """States [..., H] with what `outputs` adds to their logits for the tokens before [...]: [..., W]."""
         if not self.config.markov_rank:
             return states
-        return torch.cat([states, self.markov(self, self.base_outputs(states)[0], previous)], dim=-1)
+        return torch.cat([states, self.markov(self, states, previous)], dim=-1)
 
     def outputs(self, states: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of `joined` states [..., W]."""

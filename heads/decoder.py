@@ -93,10 +93,7 @@ def decoder_to_native(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-ONE_LAYER: Mapping[str, Any] = {
-    "num_hidden_layers": 1,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-"""What `config.json` may not say otherwise of a decoder layer."""
+PLAIN_LAYERS: Mapping[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+"""What `config.json` may not say otherwise of decoder layers."""
+ONE_LAYER: Mapping[str, Any] = {"num_hidden_layers": 1, **PLAIN_LAYERS}
+"""The same where there is one."""

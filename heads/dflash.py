@@ -24,9 +24,8 @@ from typing import Any, Self, cast
 import torch
 from torch import nn
 
-from heads.base import TargetSizes, TargetWeights, flag, refuse_other_values, required
+from heads.base import TargetWeights, flag, refuse_other_values, required
 from heads.block import (
-    DEFAULT_RANK,
     BlockConfig,
     BlockHead,
     LayerAttend,
@@ -34,8 +33,7 @@ from heads.block import (
     block_to_native,
     lent_lm_head,
 )
-from heads.decoder import ONE_LAYER, decoder_of_native, decoder_of_target, decoder_to_native
-from heads.eagle3 import default_taps
+from heads.decoder import PLAIN_LAYERS, decoder_of_native, decoder_to_native
 from heads.layers import RANDOM_SHARE, GatedMLP, RMSNorm, Rotary, fill, norm_scale, rotate
 from heads.rope import rotary_table
 from heads.vocab import DraftVocabulary
@@ -62,29 +60,6 @@ class DFlashConfig(BlockConfig):
         """Places of a block, the anchor's included."""
         return self.num_depths + (0 if self.sample_from_anchor else 1)
 
-    @classmethod
-    def for_target(
-        cls,
-        target_config: Any,
-        *,
-        draft_vocab_size: int,
-        vocab_size: int,
-        taps: tuple[int, ...] | None = None,
-        **settings: Any,
-    ) -> DFlashConfig:
-        """A head as wide as the target's layers."""
-        sizes = TargetSizes.of(target_config)
-        taps = taps or default_taps(sizes.num_layers)
-        if taps[-1] > sizes.num_layers:
-            raise ValueError(f"tap {taps[-1]} does not exist: the target has {sizes.num_layers} layers")
-        return cls(
-            vocab_size=vocab_size,
-            draft_vocab_size=draft_vocab_size,
-            taps=taps,
-            **{"mask_token_id": sizes.eos_token_id or 0, "markov_rank": DEFAULT_RANK, **settings},
-            **decoder_of_target(sizes),
-        )
-
     def to_native(self) -> dict[str, Any]:
         """`config.json`."""
         return {
@@ -101,8 +76,7 @@ class DFlashConfig(BlockConfig):
     @classmethod
     def from_native(cls, native: Mapping[str, Any], *, num_target_layers: int | None = None) -> DFlashConfig:
         """From `config.json`; whatever would change the forward is refused rather than ignored."""
-        expected = {key: value for key, value in ONE_LAYER.items() if key != "num_hidden_layers"}
-        refuse_other_values(native, {"architectures": [ARCHITECTURE], **expected})
+        refuse_other_values(native, {"architectures": [ARCHITECTURE], **PLAIN_LAYERS})
         return cls(
             taps=tuple(int(tap) for tap in required(native, "aux_hidden_state_layer_ids")),
             sample_from_anchor=flag(native, "sample_from_anchor"),

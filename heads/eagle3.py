@@ -72,11 +72,12 @@ class Eagle3Config(DecoderConfig):
     ) -> Eagle3Config:
         """A head as wide as the target's layers."""
         sizes = TargetSizes.of(target_config)
-        taps = taps or default_taps(sizes.num_layers)
-        if taps[-1] > sizes.num_layers:
-            raise ValueError(f"tap {taps[-1]} does not exist: the target has {sizes.num_layers} layers")
         return cls(
-            vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, taps=taps, **decoder_of_target(sizes), **settings
+            vocab_size=vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            taps=existing_taps(taps, sizes.num_layers),
+            **decoder_of_target(sizes),
+            **settings,
         )
 
     def to_native(self) -> dict[str, Any]:
@@ -122,6 +123,14 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     if num_layers < NUM_TAPS:
         raise ValueError(f"an EAGLE-3 head reads {NUM_TAPS} layers, the target has only {num_layers}")
     return (1, (num_layers + 1) // 2, num_layers)
+
+
+def existing_taps(taps: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    """`taps`, or the default ones; ValueError for layers that the target does not have."""
+    taps = taps or default_taps(num_layers)
+    if taps[-1] > num_layers:
+        raise ValueError(f"tap {taps[-1]} does not exist: the target has {num_layers} layers")
+    return taps
 
 
 def _native_taps(native: Mapping[str, Any], num_target_layers: int | None) -> tuple[int, ...]:

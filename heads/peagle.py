@@ -23,11 +23,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from heads.base import TargetSizes, flag, refuse_other_values, required
-from heads.block import DEFAULT_RANK, BlockConfig, BlockHead, LayerAttend, block_of_native, block_to_native
+from heads.base import flag, refuse_other_values, required
+from heads.block import BlockConfig, BlockHead, LayerAttend, block_of_native, block_to_native
 from heads.block_unroll import Asking
-from heads.decoder import ONE_LAYER, decoder_of_native, decoder_of_target, decoder_to_native
-from heads.eagle3 import NUM_TAPS, Eagle3Config, FusedTaps, MidLayer, default_taps
+from heads.decoder import PLAIN_LAYERS, decoder_of_native, decoder_to_native
+from heads.eagle3 import NUM_TAPS, Eagle3Config, FusedTaps, MidLayer
 from heads.layers import Attend, Attention, Block, GatedMLP, RMSNorm, Rotary, fill, norm_scale
 from heads.rope import rotary_table
 from heads.vocab import DraftVocabulary
@@ -48,29 +48,6 @@ class PEagleConfig(BlockConfig, Eagle3Config):
         if self.norm_output:
             raise ValueError("norm_output says what is fed back to the head, and a P-EAGLE head feeds nothing back")
 
-    @classmethod
-    def for_target(
-        cls,
-        target_config: Any,
-        *,
-        draft_vocab_size: int,
-        vocab_size: int,
-        taps: tuple[int, ...] | None = None,
-        **settings: Any,
-    ) -> PEagleConfig:
-        """A head as wide as the target's layers."""
-        sizes = TargetSizes.of(target_config)
-        taps = taps or default_taps(sizes.num_layers)
-        if taps[-1] > sizes.num_layers:
-            raise ValueError(f"tap {taps[-1]} does not exist: the target has {sizes.num_layers} layers")
-        return cls(
-            vocab_size=vocab_size,
-            draft_vocab_size=draft_vocab_size,
-            taps=taps,
-            **{"mask_token_id": sizes.eos_token_id or 0, "markov_rank": DEFAULT_RANK, **settings},
-            **decoder_of_target(sizes),
-        )
-
     def to_native(self) -> dict[str, Any]:
         """`config.json`."""
         return {
@@ -88,8 +65,7 @@ class PEagleConfig(BlockConfig, Eagle3Config):
     @classmethod
     def from_native(cls, native: Mapping[str, Any], *, num_target_layers: int | None = None) -> PEagleConfig:
         """From `config.json`; whatever would change the forward is refused rather than ignored."""
-        expected = {key: value for key, value in ONE_LAYER.items() if key != "num_hidden_layers"}
-        refuse_other_values(native, {"architectures": [ARCHITECTURE], **expected, "norm_output": False})
+        refuse_other_values(native, {"architectures": [ARCHITECTURE], **PLAIN_LAYERS, "norm_output": False})
         flags: dict[str, Any] = {key: flag(native, key) for key in ("norm_before_residual", "own_embedding", *FUSION)}
         taps = tuple(int(tap) for tap in required(native, "eagle_aux_hidden_state_layer_ids"))
         return cls(taps=taps, **decoder_of_native(native), **block_of_native(native), **flags)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import numpy as np
 import torch
 
+from heads.block_unroll import Asking
 from heads.transfer import sent
 from infer.attention import attend
 from infer.cache import SlotCache
@@ -202,7 +203,7 @@ class BlockAttend:
         return RowsAttend(self.rows, layer)
 
     def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asking: str
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asking: Asking
     ) -> torch.Tensor:
         """query [Q, Hq, D] of all rows, of places or of none, key [N, K, D], value [N, K, Dv]; returns [Q, Hq, Dv]."""
         if asking == "all":

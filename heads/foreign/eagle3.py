@@ -369,15 +369,19 @@ def _read_speculators(config: Config, target: TargetReference) -> Eagle3Config:
         tie_word_embeddings=False,
         model_type="speculator_model",
     )
+    check_residual_said(config)
+    check_architectures(config, *_SPECULATORS_ARCHITECTURES)
+    check_keys(part_of(config, "transformer_layer_config"), "architectures", *READ, **_ONE_LAYER, **_PLAIN)
+    sizes |= {key: config[key] for key in (RESIDUAL_KEY, *VARIANTS) if key in config}
+    return _build(sizes, layer_ids(config) or reference_taps(target.num_layers), target.num_layers)
+
+
+def check_residual_said(config: Config) -> None:
     if config.get(RESIDUAL_KEY) is None:
         raise ValueError(
             f"{RESIDUAL_KEY} is missing, and readers of speculators checkpoints disagree on what that means: "
             "expected true or false"
         )
-    check_architectures(config, *_SPECULATORS_ARCHITECTURES)
-    check_keys(part_of(config, "transformer_layer_config"), "architectures", *READ, **_ONE_LAYER, **_PLAIN)
-    sizes |= {key: config[key] for key in (RESIDUAL_KEY, *VARIANTS) if key in config}
-    return _build(sizes, layer_ids(config) or reference_taps(target.num_layers), target.num_layers)
 
 
 def _write_speculators(config: Eagle3Config, target: TargetReference) -> dict[str, Any]:

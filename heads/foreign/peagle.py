@@ -43,6 +43,7 @@ from heads.foreign.eagle3 import (
     RESIDUAL_KEY,
     SIZES,
     TAPS_KEY,
+    check_residual_said,
     drafts_in_parallel,
     layer_ids,
     reference_taps,
@@ -147,11 +148,7 @@ def _read_speculators(config: Config, target: TargetReference) -> PEagleConfig:
     )
     check_architectures(config, *_SPECULATORS_ARCHITECTURES)
     check_token_id(config, "mask_token_id")
-    if config.get(RESIDUAL_KEY) is None:
-        raise ValueError(
-            f"{RESIDUAL_KEY} is missing, and readers of speculators checkpoints have disagreed on what that means: "
-            "expected true or false"
-        )
+    check_residual_said(config)
     plain = dict.fromkeys((*_VARIANTS, "norm_output", "input_norm"), False)
     layer = part_of(config, "transformer_layer_config")
     check_keys(layer, "architectures", *_OF_LAYERS, *READ, **_MANY_LAYERS, **plain)

@@ -62,7 +62,7 @@ class _Layout:
         starts = [0]
         first = first_text = first_place = 0
         for number, (group, depth) in enumerate(zip(text, depths, strict=True)):
-            num_new, num_places = len(group.tokens), _num_places(head, depth)
+            num_new, num_places = len(group.tokens), head.num_places_for(depth)
             root = first + num_new - 1
             groups.append(_with_places(group, num_places))
             blocks += [_block(group, num_places)] if num_places else []
@@ -82,13 +82,6 @@ class _Layout:
             wanted=np.concatenate(wanted),
             starts=starts,
         )
-
-
-def _num_places(head: BlockHead, depth: int) -> int:
-    """Places behind the root that a draft of `depth` needs: all, where they see each other in both directions."""
-    if not depth:
-        return 0
-    return head.num_places if head.sees_ahead else head.first_place + depth - 1
 
 
 def _with_places(text: RowGroup, num_places: int) -> RowGroup:

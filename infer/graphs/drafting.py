@@ -219,7 +219,7 @@ def _block_states(head: BlockHead, draft: StaticDraft, inputs: DeviceInputs, sha
     """The states [B, depths, H] of one pass over the newest rows of the text and, behind all of these, the places."""
     assert draft.cache is not None
     (num_requests, num_rows), device = inputs.pending_tokens.shape, inputs.slots.device
-    num_places = head.num_places if head.sees_ahead else head.first_place + shape.depth - 1
+    num_places = head.num_places_for(shape.depth)
     text, places = torch.arange(num_rows, device=device), torch.arange(num_places, device=device)
     is_text = text < inputs.num_pending[:, None]  # [B, rows]
     sees = torch.zeros((num_requests, num_rows + num_places, num_rows + num_places), dtype=torch.bool, device=device)

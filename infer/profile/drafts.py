@@ -9,6 +9,7 @@ import torch
 
 from heads.base import PathHead, RecurrentHead
 from heads.block import BlockHead
+from heads.block_unroll import Asking
 from infer.cost import spread_rows
 from infer.drafters.block import BlockStepper
 from infer.drafters.head import PathStepper, RecurrentStepper
@@ -101,7 +102,7 @@ def _block_work(head: BlockHead, rows: DraftRows) -> DraftWork:
     """A step is the correction by the token before, where there is one."""
     attention = _Attention(rows)
 
-    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asking: str) -> torch.Tensor:
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asking: Asking) -> torch.Tensor:
         return attention(query, key, value)
 
     num_rows = rows.begin + rows.batch * head.num_places
