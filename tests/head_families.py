@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from heads.base import DraftHead
 from heads.registry import FAMILIES
 from heads.vocab import DraftVocabulary
 from infer.target import TargetModel
+
+ONE_PASS = ("peagle", "dflash")
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in FAMILIES},
@@ -26,6 +31,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dspark": ("dflash", {"sample_from_anchor": True, "markov_table": True, "markov_gate": True, "taps": (1, 3)}),
 }
 """Every family as it is by default, and the settings that give a head other parts or another way to draft."""
+
+
+def marked(variants: Iterable[str]) -> list[ParameterSet]:
+    """For tests that take long with a head each: of those that draft in one pass only a family's usual one is for every
+    day, the others are slow."""
+    return [
+        pytest.param(name, marks=[] if name in FAMILIES or VARIANTS[name][0] not in ONE_PASS else [pytest.mark.slow])
+        for name in variants
+    ]
 
 
 def tiny_head(variant: str, target: TargetModel, *, draft_vocab_size: int | None = None, seed: int = 0) -> DraftHead:

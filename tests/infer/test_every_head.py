@@ -33,7 +33,7 @@ from infer.request import Completion, Request
 from infer.sampling import SamplingParams
 from infer.target import TargetModel
 from infer.verify import RULES
-from tests.head_families import VARIANTS, tiny_head
+from tests.head_families import VARIANTS, marked, tiny_head
 
 VOCAB_SIZE = 48
 PROMPTS = [[5, 17, 3], [9, 9, 8, 7, 9, 9, 8], list(range(4, 40)), [4]]
@@ -42,7 +42,7 @@ TREE = TreeSettings(max_nodes=24, max_depth=4, branch=12, beam=4, adaptive=False
 SIZES = [None, 24]
 """Draft vocabularies: full, and half of it."""
 
-every_head = pytest.mark.parametrize("variant", VARIANTS)
+every_head = pytest.mark.parametrize("variant", marked(VARIANTS))
 every_size = pytest.mark.parametrize("size", SIZES, ids=["full", "reduced"])
 
 

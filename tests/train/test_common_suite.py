@@ -38,7 +38,7 @@ from infer.engine import Engine
 from infer.request import Completion
 from infer.sampling import SamplingParams
 from infer.target import TargetModel
-from tests.head_families import VARIANTS
+from tests.head_families import VARIANTS, marked
 from tests.train.measuring import decode_acceptance, simulate_rounds
 from tests.train.training_fixtures import Stopped, run, tiny_recipe
 from train.batch import pack_batch
@@ -55,21 +55,10 @@ DEPTH = 4
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
-
-def _with_mark(variant: str) -> Any:
-    """Of the heads that draft in one pass each family's usual one is quick enough for every day."""
-    is_further = VARIANTS[variant][0] in ("peagle", "dflash") and variant not in FAMILIES
-    return pytest.param(variant, marks=[pytest.mark.slow] if is_further else [])
-
-
-every_variant = pytest.mark.parametrize("variant", [_with_mark(name) for name in VARIANTS])
+every_variant = pytest.mark.parametrize("variant", marked(VARIANTS))
 every_recipe = pytest.mark.parametrize(
     "variant",
-    [
-        _with_mark(name)
-        for name, (family, given) in VARIANTS.items()
-        if given.keys() <= FAMILIES[family].settings | {"taps"}
-    ],
+    marked(name for name, (family, given) in VARIANTS.items() if given.keys() <= FAMILIES[family].settings | {"taps"}),
 )
 """Of heads that a recipe can make; others come from elsewhere."""
 
